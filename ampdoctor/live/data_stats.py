@@ -87,7 +87,9 @@ class Batches:
     def _ranks(self, model: nn.Module) -> int | None:
         known = self._factors.get(id(model))
         if known is None or known[0]() is not model:
-            known = weakref.ref(model), None if _has_batches_second(model) else self._replicas(model)
+            # torch's recurrent layers may have the batch second
+            second = any(getattr(part, "batch_first", True) is False for part in model.modules())
+            known = weakref.ref(model), None if second else self._replicas(model)
             self._factors[id(model)] = known
         return known[1]
 
@@ -100,7 +102,8 @@ class Batches:
         if group is not None:
             size = group.size()
         else:
-            size = mesh.size() if mesh is not None and mesh.ndim == 1 and _is_fsdp(model) else 0
+            is_fsdp = any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
+            size = mesh.size() if mesh is not None and mesh.ndim == 1 and is_fsdp else 0
         return size if size == self.world_size else None
 
 
@@ -130,15 +133,6 @@ def _batch_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None
 def _size(batch: Tensor, ranks: int) -> SampleCount:
     is_ids = batch.dtype in _IDS and batch.dim() == 2
     return SampleCount(batch.shape[0] * ranks, batch.numel() * ranks if is_ids else None)
-
-
-def _has_batches_second(model: nn.Module) -> bool:
-    """Whether a part of it has `batch_first=False`, as torch's recurrent layers may."""
-    return any(getattr(part, "batch_first", True) is False for part in model.modules())
-
-
-def _is_fsdp(model: nn.Module) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
 
 
 def _sum(one: int | None, other: int | None) -> int | None:

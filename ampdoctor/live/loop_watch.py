@@ -329,10 +329,9 @@ class LoopWatch:
 
     def _find_models(self, attempt: UpdateAttempt, *, first: bool) -> None:
         models = self.recorder.models
-        if first and not models.is_root_of(_trained(attempt.optimizer)):
-            models.miss(_trained(attempt.optimizer))
-            models.search()  # its models were not seen yet: the next step calls them
-        elif models.searching and not models.always and (not first or models.roots):
+        held = (p for group in attempt.optimizer.param_groups for p in group["params"])
+        searched = first and models.search_for(p for p in held if p.requires_grad and p.grad is not None)
+        if not searched and models.searching and not models.always and (not first or models.roots):
             models.settle()
 
     def _innermost(self, optimizer: Any) -> Any:
@@ -436,7 +435,3 @@ def _variable_of(optimizer: Any) -> str | None:
                 if value is optimizer:
                     return variable
     return None
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is not None]

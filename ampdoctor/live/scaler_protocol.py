@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ampdoctor.evidence.report_replay import HALF_WEIGHTS
 from ampdoctor.evidence.run_facts import Handling
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.interfaces import describe
+from ampdoctor.hooks.program import Clipped, Instruction, Unscaled
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.loop_watch import LoopWatch, UpdateAttempt
 from ampdoctor.probes.user_code import HalfMade, as_source, own_line
@@ -76,31 +77,39 @@ class Protocol:
             self._past = None
             self._clips.clear()
             return None
-        past = attempt.scaler is None and watch.recorder.comes_of_scaled(attempt.optimizer)
-        self._past = (attempt.step, as_source(own_line())) if past else None
+        scaled = watch.recorder.of_scaled(attempt.optimizer)
+        self._past = (attempt.step, as_source(own_line())) if scaled and attempt.scaler is None else None
         norms = self._clipped(attempt)
-        finding = self._of_calls(attempt, norms) or self._of_numbers(attempt, norms)
+        finding = self._of_calls(attempt, scaled, norms)
+        if finding is None and scaled:
+            finding = self._of_numbers(attempt, norms)
         if finding is None or finding.prescription is not None:
             return finding
         advice = finding.help[0].lower() + finding.help[1:].removesuffix(".")
         cure = Prescription(kind="code", value=advice, status="not_run", detail=advice, reason=_SHOWN_BY_CALLS)
         return replace(finding, prescription=cure)
 
-    def _of_calls(self, attempt: UpdateAttempt, norms: tuple[float, float] | None) -> Finding | None:
-        """Judges by the calls alone."""
+    def _of_calls(
+        self, attempt: UpdateAttempt, scaled: Sequence[Instruction], norms: tuple[float, float] | None
+    ) -> Finding | None:
+        """Judges by the calls alone; `scaled` as in `StepRecorder.of_scaled`."""
         watch, scaler = self._watch, attempt.scaler
         if attempt.unscaled_by is not None and not watch.recorder.reads.any:
             return stepped_past_finding(attempt.step, as_source(own_line()), _scale_of(attempt.unscaled_by))
         if watch.scalers.last is None or watch.scalers.knows_scale:
             return None
-        scaled = watch.recorder.still_scaled(attempt.optimizer) if scaler is None else 0
-        early = norms if scaler is not None and watch.recorder.clipped_while_scaled(attempt.optimizer) else None
-        if not scaled and early is None:
+        kinds = [type(one) for one in scaled]
+        still, early = 0, None
+        if scaler is None and kinds and Unscaled not in kinds and Clipped not in kinds:
+            still = watch.recorder.unedited(attempt.optimizer)
+        elif scaler is not None and Clipped in kinds and Unscaled not in kinds[: kinds.index(Clipped)]:
+            early = norms
+        if not still and early is None:
             return None
         scale = _scale_of(watch.scalers.last if scaler is None else scaler)
         if scale is None:
             return None
-        return certain_misuse(attempt.step, as_source(own_line()), scale, still_scaled=scaled, clipped=early)
+        return certain_misuse(attempt.step, as_source(own_line()), scale, still_scaled=still, clipped=early)
 
     def _clipped(self, attempt: UpdateAttempt) -> tuple[float, float] | None:
         """The gradients' norm before clipping, and the limit; None without a clipping, or where the host would wait."""
@@ -114,12 +123,12 @@ class Protocol:
             return float(mine[-1].total), mine[-1].max_norm
 
     def _of_numbers(self, attempt: UpdateAttempt, norms: tuple[float, float] | None) -> Finding | None:
-        """Judges by the changes that the loop's own code made to its gradients, where the host may read numbers."""
+        """Judges by the changes that the loop's own code made to scaled gradients, where the host may read numbers."""
         watch, optimizer = self._watch, attempt.optimizer
         scaler = attempt.scaler or attempt.unscaled_by or watch.scalers.last
         on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
         waited = attempt.scaler is not None and not attempt.is_called_either_way
-        if scaler is None or not (on_host or waited) or not watch.recorder.comes_of_scaled(optimizer):
+        if scaler is None or not (on_host or waited):
             return None
         scale = _scale_of(scaler)
         if scale is None or not watch.recorder.samples.active:
@@ -154,7 +163,7 @@ def half_weights(
 def past_its_scaler(watch: LoopWatch, attempt: UpdateAttempt) -> Any:
     """Returns the scaler that scaled the losses of an update which no scaler makes; None without one."""
     scaler = watch.scalers.last
-    if attempt.scaler is not None or scaler is None or not watch.recorder.comes_of_scaled(attempt.optimizer):
+    if attempt.scaler is not None or scaler is None or not watch.recorder.of_scaled(attempt.optimizer):
         return None
     return scaler
 

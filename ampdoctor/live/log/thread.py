@@ -51,7 +51,7 @@ class Listening(Thread):
         self.dropped = 0  # lines that it did not get
         self._on_line, self._idle, self._end, self._dropped, self._what = on_line, idle, end, dropped, name
         self._limits, self._say = limits, say
-        self._calls: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
+        self._calls: Calls = SimpleQueue()
         self._count = itertools.count()
         self._lines: deque[_Waiting] = deque(maxlen=limits.lines)
         self._details: deque[_Waiting] = deque(maxlen=limits.listener_details)
@@ -74,7 +74,7 @@ class Listening(Thread):
         try:
             going = True
             while going and self.failed is None:
-                call = self._nap()
+                call = _nap(self._calls)
                 going = call is not None
                 while self.failed is None and (whole := self._take()) is not None:
                     self._on_line(whole)
@@ -124,13 +124,6 @@ class Listening(Thread):
 
     def _is_elsewhere(self) -> bool:
         return self.is_alive() and threading.current_thread() is not self
-
-    def _nap(self) -> SimpleQueue[bool] | bool | None:
-        """Returns a request that came meanwhile; False if none did."""
-        try:
-            return self._calls.get(timeout=NAP_S)
-        except Empty:
-            return False
 
     def _take(self) -> LogRecord | None:
         """Returns the oldest waiting line, or None."""
@@ -265,6 +258,16 @@ AT_ONCE = 64
 """Tensors of a detail in one line: at 1.3 kB each, a line stays below 100 kB, so that readers may limit its length."""
 
 Reply = SimpleQueue[bool]
+Calls = SimpleQueue[Reply | None]
+"""Requests to a thread: a reply: take all waiting lines, then put True; None: then end, too."""
+
+
+def _nap(calls: Calls) -> Reply | bool | None:
+    """Returns a request that came meanwhile; False if none did."""
+    try:
+        return calls.get(timeout=NAP_S)
+    except Empty:
+        return False
 
 
 class Writer(Thread):
@@ -273,7 +276,7 @@ class Writer(Thread):
     def __init__(self, tray: LogQueue, folder: Path, limits: Limits, say: Callable[[str], None]) -> None:
         super().__init__(name="ampdoctor-log", daemon=True)
         self.failed: str | None = None  # that sentence
-        self.calls: SimpleQueue[Reply | None] = SimpleQueue()  # a reply: write all waiting lines; None: then end, too
+        self.calls: Calls = SimpleQueue()
         self.listeners: tuple[Listening, ...] = ()  # get each written line; replaced at each change
         self._tray, self._folder, self._limits, self._say = tray, folder, limits, say
         self._segments: Segments | None = None
@@ -288,7 +291,7 @@ class Writer(Thread):
             self._segments = Segments(self._folder, self._tray.origin.rank, self._limits)
             going = True
             while going and self.failed is None:
-                call = self._nap()
+                call = _nap(self.calls)
                 going = call is not None
                 self._drain(self._segments, ends=not going)
                 if isinstance(call, SimpleQueue):
@@ -310,12 +313,6 @@ class Writer(Thread):
         self._tray.clear()
         with suppress(Exception):
             self._say(self.failed)
-
-    def _nap(self) -> Reply | bool | None:
-        try:
-            return self.calls.get(timeout=NAP_S)
-        except Empty:
-            return False
 
     def _drain(self, segments: Segments, *, ends: bool) -> None:
         tray = self._tray

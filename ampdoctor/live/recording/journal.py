@@ -36,16 +36,11 @@ from ampdoctor.live.recording.tape import Links, Tape, is_lost, links_of
 # -- gradients --
 
 
-def parameters_in(owner: Any) -> Iterator[torch.Tensor]:
+def parameters_of(owner: Any) -> Iterator[torch.Tensor]:
     """Yields the parameters of a model or of an optimizer."""
     if isinstance(owner, nn.Module):
         return owner.parameters()
     return chain.from_iterable(map(itemgetter("params"), owner.param_groups))
-
-
-def parameters_of(owner: Any) -> list[torch.Tensor]:
-    """Returns the parameters of a model or of an optimizer."""
-    return list(parameters_in(owner))
 
 
 class Gradients:
@@ -96,7 +91,7 @@ class Gradients:
 
     def _forget(self, owner: Any) -> None:
         if self._as_left or self._edited:
-            gone = set(map(id, parameters_in(owner)))
+            gone = set(map(id, parameters_of(owner)))
             rests = ((key, left.without(gone)) for key, left in self._as_left.items())
             self._as_left = {key: rest for key, rest in rests if rest.parameters}
             self._edited -= gone
@@ -183,7 +178,7 @@ class _Stamps:
 
 def _gradients_of(owner: Any) -> dict[int, torch.Tensor]:
     """Returns the gradients of a model or of an optimizer, by the `id` of their parameter."""
-    return {id(p): gradient for p in parameters_in(owner) if (gradient := p.grad) is not None}
+    return {id(p): gradient for p in parameters_of(owner) if (gradient := p.grad) is not None}
 
 
 def _stamps_of(gradients: dict[int, torch.Tensor]) -> _Stamps:
@@ -233,11 +228,7 @@ def together(roots: list[tuple[str, nn.Module]]) -> nn.Module:
 
 def renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruction:
     """Returns the instruction with each given tensor's index replaced by its place in the program."""
-
-    def other(reference: Any) -> Any:
-        return InputRef(indices[reference.index]) if isinstance(reference, InputRef) else reference
-
-    return _with_references(instruction, other)
+    return _with_references(instruction, lambda one: InputRef(indices[one.index]) if isinstance(one, InputRef) else one)
 
 
 def spoken(instruction: Instruction, renamed: Callable[[str], str]) -> Instruction:
@@ -457,7 +448,9 @@ class RecordedInstructions:
         """Drops calls without a backward whose results the loop has dropped; then the oldest backwards."""
         self._keep(self.tape.instructions)
         backwards = [one for one in self.tape.instructions if isinstance(one, Backward)]
-        while len(backwards) > 1 and self._holds_much():
+        while len(backwards) > 1 and (
+            len(self.tape.instructions) > MOST // 2 or self.tape.held_bytes > _MOST_BYTES // 2
+        ):
             half = len(backwards) // 2
             gone = {id(one) for one in backwards[:half]}
             self.dropped += half
@@ -465,9 +458,6 @@ class RecordedInstructions:
             self._keep([one for one in self.tape.instructions if id(one) not in gone])
         self._few = max(MOST, 2 * len(self.tape.instructions))
         self._light = max(_MOST_BYTES, 2 * self.tape.held_bytes)
-
-    def _holds_much(self) -> bool:
-        return len(self.tape.instructions) > MOST // 2 or self.tape.held_bytes > _MOST_BYTES // 2
 
     def _keep(self, instructions: list[Instruction]) -> None:
         """Keeps, of these, the instructions that living tensors, and gradients that still add up, came from."""

@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -54,24 +54,23 @@ class OutermostModels:
         """The models that still live, each with its name in the loop; submodules of another model are not listed."""
         return [(name, module) for name, root in self._roots if (module := root()) is not None]
 
-    def is_root_of(self, tensors: Any) -> bool:
-        """Whether all of these parameters belong to known models."""
-        held = {id(p) for _, root in self.roots for p in root.parameters()}
-        return all(id(tensor) in held for tensor in tensors)
-
     def meet(self, module: nn.Module) -> None:
         """Registers a module that the loop trains, before the loop calls it."""
         if id(module) not in self._known:
             self._meet(module)
 
-    def miss(self, parameters: Any) -> None:
-        """Finds out why no call was seen of a model with these trained parameters, where that is possible."""
-        missed = {id(parameter) for parameter in parameters}
+    def search_for(self, trained: Iterable[torch.Tensor]) -> bool:
+        """Searches for the models of trained parameters unless all are known, and notes why no call of one was seen."""
+        missed = {id(parameter) for parameter in trained}
+        if missed <= {id(p) for _, root in self.roots for p in root.parameters()}:
+            return False
         for frame in user_frames():
             for value in (*frame.f_locals.values(), *frame.f_globals.values()):
                 if isinstance(value, nn.Module) and any(id(p) in missed for p in value.parameters()):
                     for part in value.modules():
                         self._note_compiled(part)
+        self.search()  # they were not seen yet: the next step calls them
+        return True
 
     def search(self) -> None:
         """Observes every module's calls."""
@@ -115,7 +114,8 @@ class OutermostModels:
         if not torch.is_grad_enabled() or in_backward() or under_fake_tensors() or transforms():
             return
         try:
-            if (id(module) not in self._known and not _has_parameters(module)) or self._is_redirected(module):
+            met = id(module) in self._known or next(module.parameters(), None) is not None
+            if not met or self._is_redirected(module):
                 return
             self.meet(module)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
@@ -213,10 +213,6 @@ class _Inside(threading.local):
         self.told: nn.Module | None = None  # a global hook has entered it, and its own hook comes next
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def _wrapped_in(module: nn.Module) -> nn.Module | None:
     """Returns the innermost module, itself without wrappers; None where a wrapper replaces parameters."""
     while (held := wrapped_as(module)) is not None:
@@ -287,18 +283,20 @@ class Constructions:
         if module in self._made or len(self._made) > _LARGEST:
             return
         outermost = self._outermost(cls, module, frame)
-        entry: dict[str, Any] = {"class": class_name(cls), "file": _file_of(cls)}
+        parts: dict[str, Any]
+        entry = {"class": class_name(cls), "file": _file_of(cls)}
         if outermost is None:  # it has no __init__ of its own, and so no arguments
             self._made[module] = {**entry, "args": [], "kwargs": {}}
             return
+        args, kwargs = _arguments(outermost)
         try:
-            args, kwargs = _arguments(outermost)
-            entry["args"] = [written(one, self._part) for one in args]
-            entry["kwargs"] = {name: written(one, self._part) for name, one in kwargs.items()}
+            parts = {
+                "args": [written(one, self._part) for one in args],
+                "kwargs": {name: written(one, self._part) for name, one in kwargs.items()},
+            }
         except NotSerializableError as error:
-            self._made[module] = {"class": entry["class"], "file": entry["file"], "why": str(error)}
-            return
-        self._made[module] = entry
+            parts = {"why": str(error)}
+        self._made[module] = {**entry, **parts}
 
     def _part(self, value: Any) -> Any:
         """Serializes a module that was recorded itself by its own constructor arguments."""
@@ -318,14 +316,11 @@ class Constructions:
         for _ in range(40):
             if frame is None:
                 break
-            if frame.f_code in codes and frame.f_code.co_argcount and _first(frame) is module:
+            code = frame.f_code
+            if code in codes and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is module:
                 found = frame
             frame = frame.f_back
         return found
-
-
-def _first(frame: FrameType) -> Any:
-    return frame.f_locals.get(frame.f_code.co_varnames[0])
 
 
 def _arguments(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -36,7 +36,6 @@ from ampdoctor.live.recording.journal import (
     MOST,
     Gradients,
     RecordedInstructions,
-    parameters_in,
     parameters_of,
     prefixed,
     together,
@@ -154,27 +153,9 @@ class StepRecorder:
         if self.listener is not None:
             self.listener.left()
         name = self.name_of(module)
-        call, buffers = self._call(name, args, kwargs, output)
-        if call is None or name is None:
+        (random, mode, training, buffers, line), self._entering = self._entering, None
+        if name is None:
             return
-        if output is None:
-            self._raised = call, buffers
-            return
-        self._journal.add(call, buffers=buffers)
-        if self.listener is not None:
-            self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
-        self._calls += 1
-        self._tape.open()
-        self._journal.spare()
-
-    def _call(
-        self, name: str | None, args: Any, kwargs: Any, output: Any
-    ) -> tuple[Call | None, dict[str, torch.Tensor]]:
-        """The call that was entered last, and the buffers before it; `output` is None where it has not returned."""
-        entering, self._entering = self._entering, None
-        if entering is None or name is None:
-            return None, {}
-        random, mode, training, buffers, line = entering
         call = Call(
             model=name,
             args=self._tape.references(args),
@@ -185,7 +166,15 @@ class StepRecorder:
             training=training,
             line=line,
         )
-        return call, buffers
+        if output is None:
+            self._raised = call, buffers
+            return
+        self._journal.add(call, buffers=buffers)
+        if self.listener is not None:
+            self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
+        self._calls += 1
+        self._tape.open()
+        self._journal.spare()
 
     def fail(self, error: Exception) -> None:
         """Ends the recording because of this error."""
@@ -375,25 +364,13 @@ class StepRecorder:
         owner = optimizer if optimizer is not None and self._programs.is_reached(optimizer) else None
         return {self._journal.moment(self._tape.instructions[place]) for place in self._programs.wanted(owner)}
 
-    def still_scaled(self, optimizer: Any) -> int:
-        """Returns how many of an optimizer's gradients come from scaled losses alone and are unchanged since."""
-        places = self._of_scaled(optimizer)
-        if not places or any(isinstance(one, Unscaled | Clipped) for one in places):
-            return 0
+    def unedited(self, optimizer: Any) -> int:
+        """Returns how many of an optimizer's gradients the loop's own code has not changed since the last backward."""
         self._gradients.find_edited()
         held = (p for p in parameters_of(optimizer) if p.grad is not None)
         return sum(not self._gradients.is_edited(id(p)) for p in held)
 
-    def comes_of_scaled(self, optimizer: Any) -> bool:
-        """Whether an optimizer's gradients come from scaled losses alone, even if they were changed since."""
-        return bool(self._of_scaled(optimizer))
-
-    def clipped_while_scaled(self, optimizer: Any) -> bool:
-        """Whether an optimizer's gradients, all from scaled losses, were clipped before a scaler unscaled them."""
-        kinds = [type(one) for one in self._of_scaled(optimizer)]
-        return Clipped in kinds and (Unscaled not in kinds or kinds.index(Clipped) < kinds.index(Unscaled))
-
-    def _of_scaled(self, optimizer: Any) -> list[Instruction]:
+    def of_scaled(self, optimizer: Any) -> list[Instruction]:
         """The backwards of an optimizer's gradients and later changes to these; [] where a loss was not scaled."""
         instructions = self._tape.instructions
         if self._is_elsewhere() or not any(isinstance(one, Scaled) for one in instructions):
@@ -446,16 +423,19 @@ class StepRecorder:
 
     def program(
         self,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
-        name: str,
-        scaler: Any,
+        name: str = "",
+        scaler: Any = None,
         step: int,
         root: torch.Tensor | None = None,
+        raised: Call | None = None,
     ) -> Program:
-        """Returns the running step before its update; without an optimizer it leads up to `root`, if that is given."""
+        """Returns the running step before its update; without an optimizer it leads up to `root` or to `raised`."""
         return with_changed_buffers(
-            self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
+            self._programs.program(
+                optimizer, name=name, scaler=scaler, step=step, root=root, raised=raised, failed=self.failed
+            )
         )
 
     def keepable(self, optimizer: torch.optim.Optimizer, *, name: str, scaler: Any, step: int) -> KeptUpdate:
@@ -477,8 +457,7 @@ class StepRecorder:
         lost = self._journal.lost_behind(tensor)
         calls = [] if lost is None else self._journal.calls_behind(lost)
         if any(call.training for call in calls):
-            program = self.program(None, name="", scaler=None, step=0, root=lost)
-            self._left_out = program, self._journal.count
+            self._left_out = self.program(step=0, root=lost), self._journal.count
 
     def left_out(self, step: int) -> Program | None:
         """Returns, once, the training-mode calls behind a NaN or +Inf that the loop has read and then left out."""
@@ -489,21 +468,19 @@ class StepRecorder:
         """Returns the running step if a loss of it is not finite; waits for a device."""
         with unseen():
             sick = any(not bool(loss.isfinite().all()) for loss in self.losses(None))
-        return self.program(None, name="", scaler=None, step=step) if sick else None
+        return self.program(step=step) if sick else None
 
     def interrupted(self, error: BaseException, step: int) -> Program | None:
         """Returns the step up to a forward that returned, or was about to return, non-finite values; waits."""
         about_numbers = is_about_numbers(error)
         root = self._journal.last_nonfinite(signed=about_numbers)
         if root is not None:
-            return self.program(None, name="", scaler=None, step=step, root=root)
+            return self.program(step=step, root=root)
         if self._raised is None or not (about_numbers or holds_nonfinite(error)):
             return None
         call, buffers = self._raised
         self._journal.add(call, buffers=buffers)
-        return with_changed_buffers(
-            self._programs.program(None, name="", scaler=None, step=step, raised=call, failed=self.failed)
-        )
+        return self.program(step=step, raised=call)
 
     @_harmless
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
@@ -542,7 +519,7 @@ class StepRecorder:
         if self._is_elsewhere():
             return
         if self.cleared is not None:
-            self.cleared(parameters_in(owner), by_hand)
+            self.cleared(parameters_of(owner), by_hand)
         self._gradients.cleared(owner, self._journal.count)
 
 

@@ -48,7 +48,7 @@ class GradientSamples:
         if not self.active:
             return
         for owner in owners:
-            parameters = parameters_of(owner)
+            parameters = list(parameters_of(owner))
             for parameter in parameters[:: max(len(parameters) // _PARAMETERS, 1)]:
                 taken = _sample_of(parameter.grad)
                 if taken is not None:

@@ -218,7 +218,13 @@ class Tape:
         if known is None:
             known = self._known[function] = _known(function)
         writes, draws, repeatable, reads = known
-        if not self._is_about_us(args, kwargs) and not (repeatable and _is_arithmetic(args, writes=writes)):
+        if not self._is_about_us(args, kwargs) and not (
+            # arithmetic on data, which may be part of a loss
+            repeatable
+            and not writes
+            and torch.is_grad_enabled()
+            and any(isinstance(value, torch.Tensor) for value in args)
+        ):
             if writes and args:
                 self._before_write(args[0])
             return function(*args, **kwargs)
@@ -226,7 +232,7 @@ class Tape:
         result = function(*args, **kwargs)
         if reads:
             if not (isinstance(result, float) and isfinite(result)):
-                self._read(args[0])
+                self._asked(args[0])
         elif writes or isinstance(result, torch.Tensor | tuple | list | dict):
             self._called(function, args, kwargs, result, random, writes=writes)
         return result
@@ -235,10 +241,6 @@ class Tape:
         """Ends the recording because of this error."""
         self.has_failed = True
         self._failed(error)
-
-    @_harmless
-    def _read(self, tensor: torch.Tensor) -> None:
-        self._asked(tensor)
 
     @_harmless
     def _called(
@@ -281,11 +283,6 @@ class Tape:
         if known is not None:
             copy = tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
             self.given[known[1]], self._versions[known[1]] = copy, version_of(copy)
-
-
-def _is_arithmetic(args: tuple[Any, ...], *, writes: bool) -> bool:
-    """Whether a call is arithmetic on data, which may be part of a loss."""
-    return not writes and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) for value in args)
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
@@ -399,7 +396,16 @@ def is_about_numbers(error: BaseException) -> bool:
 
 def holds_nonfinite(error: BaseException) -> bool:
     """Whether a variable in the frames of an error holds a tensor with NaN or +Inf. Waits for a device."""
-    return any(is_lost(tensor, signed=False) for tensor in _of_frames(error))
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_locals is frame.f_globals:  # a script's globals: the tape has the relevant ones
+            continue
+        for value in list(frame.f_locals.values()):
+            inner = value.values() if isinstance(value, dict) else value
+            inner = inner if isinstance(value, dict | list | tuple) else (value,)
+            tensors = (one for one in itertools.islice(inner, _MOST) if isinstance(one, torch.Tensor))
+            if any(is_lost(tensor, signed=False) for tensor in tensors):
+                return True
+    return False
 
 
 def is_lost(tensor: torch.Tensor, *, signed: bool) -> bool:
@@ -411,13 +417,3 @@ def is_lost(tensor: torch.Tensor, *, signed: bool) -> bool:
     with unseen():
         low, high = torch.aminmax(tensor.detach())
         return not bool(high < math.inf) or (signed and not bool(low.isfinite()))
-
-
-def _of_frames(error: BaseException) -> Iterator[torch.Tensor]:
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_locals is frame.f_globals:  # a script's globals: the tape has the relevant ones
-            continue
-        for value in list(frame.f_locals.values()):
-            inner = value.values() if isinstance(value, dict) else value
-            inner = inner if isinstance(value, dict | list | tuple) else (value,)
-            yield from (one for one in itertools.islice(inner, _MOST) if isinstance(one, torch.Tensor))
