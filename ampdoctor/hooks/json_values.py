@@ -32,19 +32,7 @@ _NAMELESS: dict[Callable[..., Any], str] = {torch.autograd.grad: "torch.autograd
 """Functions that reach `__torch_function__`, but have no name in torch: gradient penalties use them."""
 
 _TWO = (
-    "add",
-    "and",
-    "div",
-    "floordiv",
-    "lshift",
-    "matmul",
-    "mod",
-    "mul",
-    "or",
-    "pow",
-    "rshift",
-    "sub",
-    "truediv",
+    *("add", "and", "div", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv"),
     "xor",
 )
 _OPERATORS = frozenset(

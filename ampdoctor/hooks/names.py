@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -120,26 +121,11 @@ def match_keys(keys: Collection[str], expected: Collection[str]) -> dict[str, st
     return best
 
 
-def _strip_leading_module(key: str) -> str:
-    return clean_name(key).removeprefix("module.")
-
-
-def _strip_leading_modules(key: str) -> str:
-    key = clean_name(key)
-    while key.startswith("module."):
-        key = key.removeprefix("module.")
-    return key
-
-
-def _strip_every_module(key: str) -> str:
-    return ".".join(part for part in clean_name(key).split(".") if part != "module")
-
-
 _STRIPS: tuple[Callable[[str], str], ...] = (
     clean_name,
-    _strip_leading_module,
-    _strip_leading_modules,
-    _strip_every_module,
+    lambda key: clean_name(key).removeprefix("module."),
+    lambda key: re.sub(r"^(module\.)+", "", clean_name(key)),
+    lambda key: ".".join(part for part in clean_name(key).split(".") if part != "module"),
 )
 """In order: the first strips least."""
 

@@ -24,26 +24,10 @@ Leaf = Callable[[Any], Any]
 _COMMON = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 """The commonest of `_ATOMS`: to ask for an exact type takes a tenth of the time."""
 _ATOMS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    slice,
-    type,
-    enum.Enum,
-    torch.Size,
-    torch.dtype,
-    torch.device,
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum),
+    *(torch.Size, torch.dtype, torch.device),
     nn.Module,  # a teacher or a loss object in the batch is not data
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.GeneratorType,
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType),
 )
 """Types that are neither searched for tensors nor copied."""
 

@@ -102,15 +102,10 @@ def lost_numbers(call: Split, dtype: torch.dtype, kernel: str) -> Iterator[tuple
 # casts, across modules and from the forward into the backward.
 
 FILLS = CONSTANTS | {
-    "zeros",
-    "zeros_like",
-    "new_zeros",
-    "zero_",
-    "ones",
-    "ones_like",
-    "new_ones",
+    *("zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones"),
     "_efficientzerotensor",
-}  # kernels whose zeros and ones the user wrote
+}
+"""Kernels whose zeros and ones the user wrote."""
 
 ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})  # kernels that make a backward's first gradient
 MOVES = frozenset(

@@ -30,42 +30,24 @@ from ampdoctor.probes.user_code import applied_line, as_source, hook_line, user_
 # -- names of ops as users know them --
 
 _OPERATORS = {
-    "truediv": "div",
-    "rdiv": "div",
-    "rtruediv": "div",
+    **{f"r{name}": name for name in ("add", "mul", "pow", "matmul")},
+    **{f"i{name}": f"{name}_" for name in ("add", "sub", "mul", "pow", "div")},
+    **dict.fromkeys(("truediv", "rdiv", "rtruediv", "divide", "true_divide"), "div"),
     "itruediv": "div_",
-    "idiv": "div_",
     "floordiv": "floor_divide",
-    "radd": "add",
-    "iadd": "add_",
-    "rsub": "rsub",
-    "isub": "sub_",
-    "rmul": "mul",
-    "imul": "mul_",
-    "rmatmul": "matmul",
     "cross_entropy": "cross_entropy_loss",
-    "rpow": "pow",
-    "ipow": "pow_",
     "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
     "subtract": "sub",
 }
 CASTS = frozenset({"_to_copy", "copy_", "to", "half", "float", "bfloat16", "double", "type", "type_as"})
 """Kernels and methods that only change the dtype."""
 UNINITIALISED = frozenset(
     {
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "empty_permuted",
-        "resize_",
-        "resize_as_",
-        "_resize_output_",
+        *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"),
+        *("resize_as_", "_resize_output_"),
     }
-)  # kernels whose results are uninitialised memory: never an origin, and not checked
+)
+"""Kernels whose results are uninitialised memory: never an origin, and not checked."""
 LAYOUTS = frozenset({"as_strided", "as_strided_", "_reshape_alias", "set_", "set", "view.dtype"})
 """Ops that read memory as it lies: on a copy in another format they read other elements and cannot be run again."""
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
@@ -74,21 +56,11 @@ FILLS_A_PART = frozenset({"index_put_", "_index_put_impl_", "index_copy_", "scat
 """In-place kernels that write some elements and do not read the others; `accumulate` or `reduce` makes them read."""
 CONSTANTS = frozenset(
     {
-        "fill_",
-        "full",
-        "full_like",
-        "new_full",
-        "masked_fill",
-        "masked_fill_",
-        "scalar_tensor",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "where",
-        "index_fill",
-        "index_fill_",
-        "constant_pad_nd",
+        *("fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_", "scalar_tensor", "lift_fresh"),
+        *("lift_fresh_copy", "where", "index_fill", "index_fill_", "constant_pad_nd"),
     }
-)  # kernels that write a number that the user gave: an infinity there is intended
+)
+"""Kernels that write a number that the user gave: an infinity there is intended."""
 PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})  # kernels that add up one class's value of each row
 SUMS = frozenset({"sum", "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "linalg_vector_norm"}) | PICKS
 """Kernels that add up what they read: an infinity that is a mask elsewhere counts there like any other number."""

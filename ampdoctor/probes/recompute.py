@@ -14,15 +14,8 @@ from ampdoctor.numerics.tensors import extremes
 from ampdoctor.probes.ops import Ran, Split
 
 _LOW = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.complex32,
-    torch.complex64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
+    *(torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
 
 LARGE = 64.0  # no function has its pole here, and inputs that overflow float64 (exp from 710 on, powers) are no smaller

@@ -20,14 +20,8 @@ from ampdoctor.package import FOLDER
 _OURS = f"{FOLDER}{os.sep}"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CACHES = (
-    "XDG_CACHE_HOME",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_DATASETS_CACHE",
-    "TORCH_HOME",
-    "TORCH_EXTENSIONS_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
+    *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "TORCH_EXTENSIONS_DIR"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
 )
 """Environment variables for cache folders."""
 CHANGES = "the run's own code"
@@ -304,18 +298,8 @@ def forbid_training_and_writes(
 
 _LEAVES = frozenset(
     {
-        "socket.connect",
-        "socket.getaddrinfo",
-        "socket.gethostbyname",
-        "socket.sendto",
-        "socket.sendmsg",
-        "os.exec",
-        "os.fork",
-        "os.forkpty",
-        "os.posix_spawn",
-        "os.startfile",
-        "os.system",
-        "pty.spawn",
+        *("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "socket.sendmsg"),
+        *("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.startfile", "os.system", "pty.spawn"),
         "subprocess.Popen",
     }
 )

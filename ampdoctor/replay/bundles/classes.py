@@ -31,21 +31,8 @@ from ampdoctor.replay.user_modules import Spec, load_object
 _LONGEST = 5_000_000
 _PURE = frozenset(
     {
-        "dict",
-        "list",
-        "tuple",
-        "set",
-        "frozenset",
-        "int",
-        "float",
-        "str",
-        "bool",
-        "len",
-        "min",
-        "max",
-        "range",
-        "sum",
-        "abs",
+        *("dict", "list", "tuple", "set", "frozenset", "int", "float", "str", "bool", "len", "min", "max", "range"),
+        *("sum", "abs"),
     }
 )
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
@@ -194,29 +181,10 @@ _ADDRESS = re.compile(r"(hf[-_]hub|local[-_]dir):|[a-z0-9+.-]+://", re.IGNORECAS
 """Prefixes of values that name a place on the hub, the network or the disk: timm's spellings, and URLs."""
 _OF_LORA = frozenset(
     {
-        "alora_invocation_tokens",
-        "alpha_pattern",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "layer_replication",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "lora_dropout",
-        "modules_to_save",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-        "trainable_token_indices",
-        "use_dora",
-        "use_qalora",
-        "use_rslora",
+        *("alora_invocation_tokens", "alpha_pattern", "bias", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+        *("layer_replication", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout"),
+        *("modules_to_save", "qalora_group_size", "r", "rank_pattern", "target_modules", "target_parameters"),
+        *("task_type", "trainable_token_indices", "use_dora", "use_qalora", "use_rslora"),
     }
 )
 """Settings of LoRA that say which layers it has and how they compute. The others are refused: `megatron_core` imports a

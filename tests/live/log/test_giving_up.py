@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ampdoctor.evidence.log_records import StepLine
-from ampdoctor.live.log import files
+from ampdoctor.live.log import thread
 from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, steps, until
 
@@ -65,7 +65,7 @@ def test_a_full_disk(begin, said, tmp_path, monkeypatch):
         room -= written
         return written
 
-    monkeypatch.setattr(files.os, "write", write)
+    monkeypatch.setattr(thread.os, "write", write)
     log = begin()
     for step in range(100):
         log.write(StepLine(step=step, loss=1.0))
@@ -84,7 +84,7 @@ def test_a_close_waits_for_a_bounded_time_and_says_what_is_missing(begin, said, 
     go = threading.Event()
     log = begin()
     assert log.flush()
-    monkeypatch.setattr(files.os, "write", lambda _, data: go.wait(30) and len(data))
+    monkeypatch.setattr(thread.os, "write", lambda _, data: go.wait(30) and len(data))
     for step in range(10):
         log.write(StepLine(step=step))
     began = time.monotonic()
