@@ -46,24 +46,19 @@ def shuffles_by_the_process(made: Any) -> bool:
 
 def play(loader: DataLoader[Any]) -> None:
     """Draw the indices of a whole epoch in this process, so that a generator advances as in training."""
-    skipping = Skipping(loader, len(loader))
-    vars(skipping.loader).update(num_workers=0, timeout=0)
-    for _ in skipping.loader:
+    skipping, _ = _skipping(loader, len(loader))
+    vars(skipping).update(num_workers=0, timeout=0)
+    for _ in skipping:
         raise AssertionError("nothing is left of an epoch that was passed over")
 
 
-class Skipping:
-    """A DataLoader without its first `count` batches: `loader` is a shallow copy that skips them."""
-
-    def __init__(self, loader: DataLoader[Any], count: int) -> None:
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._indices = SkippingSampler(getattr(loader, name), count)
-        self.loader = copy.copy(loader)
-        vars(self.loader)[name] = self._indices  # a DataLoader refuses the assignment
-
-    def begin(self) -> None:
-        """Draw the skipped indices now, after the loader has started to iterate: a seed is drawn with them."""
-        self._indices.begin()
+def _skipping(loader: DataLoader[Any], count: int) -> tuple[DataLoader[Any], SkippingSampler]:
+    """Returns a shallow copy of a DataLoader that skips its first `count` batches, and the copy's sampler."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = SkippingSampler(getattr(loader, name), count)
+    made = copy.copy(loader)
+    vars(made)[name] = sampler  # a DataLoader refuses the assignment
+    return made, sampler
 
 
 # -- drawing from a position in the data, over as many epochs as needed --
@@ -77,10 +72,6 @@ ORDER_UNKNOWN = (
 )
 
 
-def _nothing(_: str) -> None:
-    return None
-
-
 @dataclass(slots=True, kw_only=True)
 class DataPosition:
     """The position in the data at which the batches start."""
@@ -90,12 +81,7 @@ class DataPosition:
     state: Any = None  # the saved state of a loader that can load it
     epochs: bool = False  # start the next epoch when the source ends
     arrive: Callable[[], None] | None = None  # called at the position, before the next batch is drawn
-    say: Callable[[str], None] = _nothing  # gets sentences on how the position was reached, and on doubts
-
-    @property
-    def at_the_start(self) -> bool:
-        """Is it the first batch of a single epoch?"""
-        return not (self.batches or self.epochs or self.state is not None or self.arrive is not None)
+    say: Callable[[str], None] = lambda _: None  # gets sentences on how the position was reached, and on doubts
 
 
 def drawn(batches: Any, place: DataPosition) -> Iterator[Any]:
@@ -103,7 +89,8 @@ def drawn(batches: Any, place: DataPosition) -> Iterator[Any]:
     if takes_start(batches):
         made = _iterator(batches(**{START: place.steps}))
         return made if place.arrive is None else _arriving(made, place.arrive)
-    return _iterator(_opened(batches)) if place.at_the_start else _from(batches, place)
+    later = place.batches or place.epochs or place.state is not None or place.arrive is not None
+    return _from(batches, place) if later else _iterator(_opened(batches))
 
 
 def _opened(batches: Any) -> Any:
@@ -180,9 +167,9 @@ def _led_to(batches: Any, place: DataPosition) -> tuple[int, Iterator[Any] | Non
 
 def _without(made: Any, count: int) -> Iterator[Any]:
     if samples_indices(made):
-        skipping = Skipping(made, count)
-        left = _iterator(skipping.loader)
-        skipping.begin()
+        skipping, sampler = _skipping(made, count)
+        left = _iterator(skipping)
+        sampler.begin()  # after the loader has started to iterate: a seed is drawn with the skipped indices
         return left
     return islice(_iterator(made), count, None)
 

@@ -147,24 +147,18 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
     except (TypeError, ValueError):  # a builtin without a signature: the call itself raises
         return
     known = [p.name for p in parameters if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        _check_unknown(arguments, known, name)
+    unknown = next((argument for argument in arguments if argument not in known), None)
+    if unknown is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        near = difflib.get_close_matches(unknown, known, n=3)
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise FactoryError(f"the factory {name!r} has no argument {unknown!r}: {hint}{takes}")
     variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     missing = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
     missing = [parameter for parameter in missing if parameter not in arguments]
     if missing:
         form = " ".join(f"--arg {parameter}=JSON" for parameter in missing)
         raise FactoryError(f"the factory {name!r} needs {', '.join(missing)}: give {form}")
-
-
-def _check_unknown(arguments: Mapping[str, Any], known: list[str], name: str) -> None:
-    for argument in arguments:
-        if argument in known:
-            continue
-        near = difflib.get_close_matches(argument, known, n=3)
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise FactoryError(f"the factory {name!r} has no argument {argument!r}: {hint}{takes}")
 
 
 def _wrong_return(made: Any) -> str:

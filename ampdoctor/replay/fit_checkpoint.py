@@ -78,7 +78,7 @@ def plan_weights(
     spare = {name for name, _ in model.named_buffers()} - set(own)  # buffers that the model does not save (any more)
     unexpected = [origin.get(key, key) for key in seen if key not in own and key not in spare]
     if (missing or unexpected or mismatched) and not allow_partial:
-        shapes = {clean[key]: (_shape(seen[key]), _shape(own[key])) for key in mismatched}
+        shapes = {clean[key]: (tuple(seen[key].shape), tuple(own[key].shape)) for key in mismatched}
         cleaned = [clean[key] for key in missing]
         raise CheckpointError(_refusal(cleaned, unexpected, shapes, file_keys=list(weights), own_keys=list(to_own)))
     # a key that a load hook will rename is not in the model yet: it is kept
@@ -128,10 +128,6 @@ def _shapes_fit(own: Any, given: Any) -> bool:
     return own.shape == given.shape or (own.dim() == 0 and given.shape == (1,))
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
 def _refusal(
     missing: Sequence[str],
     unexpected: Sequence[str],
@@ -148,7 +144,10 @@ def _refusal(
     if shapes:
         examples = [f"{name}: {file} in the file, {own} in the model" for name, (file, own) in shapes.items()]
         parts.append(f"{_count(len(shapes), 'shape')} different ({_some(examples, '; ')})")
-    hint = _hint(missing, unexpected, file_keys, own_keys)
+    hint, prefix = "", common_prefix_fit(file_keys, own_keys) if missing and unexpected else None
+    if prefix is not None:
+        change = f"with {prefix[1:]!r} put before the file's keys" if prefix[0] == "+" else f"without {prefix!r}"
+        hint = f"; they fit {change}"
     return f"the checkpoint does not fit the model: {', '.join(parts)}{hint}; --allow-partial loads what fits"
 
 
@@ -159,14 +158,6 @@ def _count(number: int, noun: str, rest: str = "") -> str:
 def _some(names: Sequence[str], separator: str = ", ") -> str:
     more = f"{separator}..." if len(names) > _SHOWN else ""
     return separator.join(names[:_SHOWN]) + more
-
-
-def _hint(missing: Sequence[str], unexpected: Sequence[str], file_keys: Sequence[str], own_keys: Sequence[str]) -> str:
-    prefix = common_prefix_fit(file_keys, own_keys) if missing and unexpected else None
-    if prefix is None:
-        return ""
-    change = f"with {prefix[1:]!r} put before the file's keys" if prefix[0] == "+" else f"without {prefix!r}"
-    return f"; they fit {change}"
 
 
 def _cast_notes(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:

@@ -196,7 +196,8 @@ def _report(
     elif run_scaler is None:
         continued = run.scaler is not None or run.precision != "fp16"
     else:
-        continued = _same_scale(run_scaler.scale, file_scaler.scale)
+        both_broken = math.isnan(run_scaler.scale) and math.isnan(file_scaler.scale)
+        continued = run_scaler.scale == file_scaler.scale or both_broken
     return ResumeReport(
         loaded=loaded,
         global_step=state.global_step,
@@ -219,10 +220,6 @@ def _beside(
         return None
     asked = frozenset(map(str, run.scaler)) if isinstance(run.scaler, Mapping) else None
     return ResumedScaler(own=own, file=file, now=now, asked=asked)
-
-
-def _same_scale(first: float, second: float) -> bool:
-    return first == second or (first != first and second != second)  # noqa: PLR0124 two NaNs are one broken scale
 
 
 def scaler_state_of(scaler: torch.amp.GradScaler | None) -> ScalerState | None:

@@ -189,7 +189,10 @@ def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], 
         raise FactoryError("TrainingRun needs loss=... where it gives no step=... of its own")
     with autocast():
         loss = run.loss(run.model, batch)
-    _check_loss(loss)
+    if not isinstance(loss, torch.Tensor):
+        raise FactoryError(f"the loss function returned {type(loss).__name__}, not a tensor")
+    if loss.numel() != 1:
+        raise FactoryError(f"the loss has shape {tuple(loss.shape)}: a replay needs a scalar")
     if run.divide_loss and run.accumulation_steps > 1:
         loss = loss / run.accumulation_steps
     if loss.requires_grad:
@@ -207,13 +210,6 @@ def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> An
     positional = [available[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY]
     named = [p.name for p in parameters if p.name in available and p.kind is not p.POSITIONAL_ONLY]
     return step(*positional, **{name: available[name] for name in named})
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise FactoryError(f"the loss function returned {type(loss).__name__}, not a tensor")
-    if loss.numel() != 1:
-        raise FactoryError(f"the loss has shape {tuple(loss.shape)}: a replay needs a scalar")
 
 
 def loss_number(loss: Any) -> float | None:

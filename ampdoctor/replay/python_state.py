@@ -333,13 +333,9 @@ def _told(place: Any) -> Hashable:
         return getattr(place.gi_frame, "f_lasti", None)
     if is_a(place, itertools.count):
         return repr(place)
-    return _state_of(place) if is_a(place, RANDOM) else _left(place)
-
-
-def _left(iterator: Any) -> int:
-    if type(iterator).__module__ not in ("builtins", "itertools"):
-        return -1
-    return operator.length_hint(iterator, -1)
+    if is_a(place, RANDOM):
+        return _state_of(place)
+    return operator.length_hint(place, -1) if type(place).__module__ in ("builtins", "itertools") else -1
 
 
 def _state_of(generator: Any) -> int:

@@ -71,6 +71,9 @@ class Names:
         return {name: known[name] for name in self.names if name in known}
 
 
+_CHANGEABLE = (CellType, Names, torch.Tensor, np.ndarray, *CONTAINERS, *RANDOM)
+
+
 def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
     """Like `isinstance`, but does not read the object's `__class__`."""
     return issubclass(type(value), kinds)
@@ -92,17 +95,11 @@ def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[An
             continue
         seen.add(id(value))
         met.append(value)
-        if _can_change(value):
+        if is_a(value, _CHANGEABLE) or _moves_on(value):
             yield value, not alone
         with suppress(Exception):  # an object that cannot be inspected is left alone
             entered = list(_entered(value))
             (within if alone or _moves_on(value) else ahead).extend(entered)
-
-
-def _can_change(value: Any) -> bool:
-    if is_a(value, (CellType, Names, torch.Tensor, np.ndarray, *CONTAINERS)):
-        return True
-    return is_a(value, RANDOM) or _moves_on(value)
 
 
 def _moves_on(value: Any) -> bool:

@@ -370,11 +370,11 @@ def _cast(model: nn.Module) -> tuple[str, torch.dtype] | None:
 
 def converts_outputs(model: nn.Module) -> None:
     """Convert a fresh model's outputs to fp32, as Accelerate's wrapper does."""
-    model.register_forward_hook(_converted)
 
+    def converted(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return map_tensors(lambda one: one.float() if one.dtype in HALVES else one, output)
 
-def _converted(_module: nn.Module, _args: Any, output: Any) -> Any:
-    return map_tensors(lambda one: one.float() if one.dtype in (torch.float16, torch.bfloat16) else one, output)
+    model.register_forward_hook(converted)
 
 
 # -- one rank's model without communication --
@@ -422,7 +422,7 @@ def on_its_own(model: nn.Module) -> Iterator[tuple[str, ...]]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if _is_a(module, _DDP):
-                stack.enter_context(_instead(module, _pre_forward=_moved(module), _post_forward=_as_it_is))
+                stack.enter_context(_instead(module, _pre_forward=_moved(module), _post_forward=lambda made: made))
             elif isinstance(module, SyncBatchNorm):
                 said.append(f"{name or 'the model'} (SyncBatchNorm) took the statistics of this rank's batch alone")
                 stack.enter_context(_instead(module, forward=partial(_BatchNorm.forward, module)))
@@ -467,10 +467,6 @@ def _moved(ddp: Any) -> Any:
         return inputs[0], named[0]
 
     return moved
-
-
-def _as_it_is(output: Any) -> Any:
-    return output
 
 
 @contextmanager

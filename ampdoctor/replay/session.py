@@ -57,10 +57,6 @@ Change = Callable[["Session"], AbstractContextManager[None]]
 """A change to try on a replay: a context in which the session's steps run differently; its exit undoes the change."""
 
 
-def _size(model: nn.Module) -> int:
-    return sum(tensor.nbytes for _, tensor in tensors_of(model) if not tensor.is_meta)
-
-
 class Session:
     """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
 
@@ -105,7 +101,7 @@ class Session:
         self._others = OtherScalers(self.scaler)
         self._adopting: list[Callable[[Any], None]] = []
         self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others.called)
-        room = max(_ROOM, _size(self.model))
+        room = max(_ROOM, sum(tensor.nbytes for _, tensor in tensors_of(self.model) if not tensor.is_meta))
         drawing = DrawHooks(self.random_state, self._handed_out)
         self.reached = Reached(
             self._roots, self._parts, run.batches, room, drawing, steps_own=lambda: map(id, shared_states())

@@ -202,15 +202,11 @@ class _Tensor:
             tensor.requires_grad,
         )
 
-    def restore(self) -> None:
-        self.values.copy_to(_memory(self.data))
-        self._restore_the_rest()
-
-    def restore_what_changed(self) -> None:
-        _put_back(self.data, self.values)
-        self._restore_the_rest()
-
-    def _restore_the_rest(self) -> None:
+    def restore(self, *, unchanged: bool = True) -> None:
+        if unchanged:
+            self.values.copy_to(_memory(self.data))
+        else:
+            _put_back(self.data, self.values)
         if not _same_view(self.tensor, self.data):
             self.tensor.data = self.data
         if not self.tensor.is_leaf:
@@ -374,7 +370,7 @@ class Snapshot:
         values = self._kept(tensor)
         if not tensor.is_leaf:
             return partial(_put_back, tensor, values)
-        return _Tensor.capture(tensor, values, gradient=True).restore_what_changed
+        return partial(_Tensor.capture(tensor, values, gradient=True).restore, unchanged=False)
 
     def _kept(self, tensor: torch.Tensor) -> Values:
         values = self._keeper.keep(_memory(tensor.data), self._known.get(id(tensor)))

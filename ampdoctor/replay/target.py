@@ -13,6 +13,8 @@ from ampdoctor.package import working_folder
 from ampdoctor.replay.bundles.classes import NamedCode
 from ampdoctor.replay.bundles.read import Bundle, bundle_at
 from ampdoctor.replay.factory import Environment, LoadedFactory, load_factory
+from ampdoctor.replay.scripts.files import Files
+from ampdoctor.replay.scripts.running import Runner
 from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.replay.user_code import forget_working_folder, user_code
@@ -89,14 +91,17 @@ def load_target(
     folders = [str(file.parent if package is None else folder_of(app_dir))]  # as `python FILE`, `python -m MODULE`
     if app_dir is not None:
         folders.append(str(folder_of(app_dir)))
+    path = tuple(dict.fromkeys(folders))
     return Script(
-        target,
-        file,
-        package=package,
-        arguments=tuple(script_arguments),
-        path=tuple(dict.fromkeys(folders)),
-        environment=environment or contextlib.nullcontext,
-        notes=[] if notes is None else notes,
+        Runner(
+            target,
+            file,
+            package=package,
+            arguments=tuple(script_arguments),
+            path=path,
+            environment=environment or contextlib.nullcontext,
+            files=Files(target, (Path.cwd(), *path), [] if notes is None else notes),
+        )
     )
 
 

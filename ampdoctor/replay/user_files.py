@@ -254,8 +254,20 @@ _FACTORY = (
 _SCRIPT = 'what trains at its top level goes below `if __name__ == "__main__":`'
 
 
-class _Stopped(StepHalted):
+class Stopped(StepHalted):
     """Ends user code; a BaseException, so that their `except Exception` does not catch it."""
+
+
+@contextmanager
+def refusing(stopped: list[str]) -> Iterator[None]:
+    """Raises FactoryError with the first sentence in `stopped` after the body, even if that caught `Stopped`."""
+    try:
+        yield
+    except (Exception, SystemExit, Stopped):
+        if not stopped:
+            raise
+    if stopped:
+        raise FactoryError(stopped[0])
 
 
 @contextmanager
@@ -275,23 +287,17 @@ def forbid_training_and_writes(
     def stop(did: str, _place: object = None) -> None:
         advice = f"{_SCRIPT}; {_FACTORY}" if imports else _FACTORY
         stopped.append(f"{what} {did}, and was stopped there: {advice}")
-        raise _Stopped if threading.get_ident() == thread else SystemExit  # ends a thread without a traceback
+        raise Stopped if threading.get_ident() == thread else SystemExit  # ends a thread without a traceback
 
     def on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
             stop(f"steps an optimizer{users_line()}")
 
-    try:
-        with ExitStack() as stack:
-            if not may_step:
-                stack.callback(register_optimizer_step_pre_hook(on_step).remove)
-            stack.enter_context(audit_file_writes(folders, stop))
-            yield
-    except (Exception, SystemExit, _Stopped):
-        if not stopped:
-            raise
-    if stopped:
-        raise FactoryError(stopped[0])
+    with refusing(stopped), ExitStack() as stack:
+        if not may_step:
+            stack.callback(register_optimizer_step_pre_hook(on_step).remove)
+        stack.enter_context(audit_file_writes(folders, stop))
+        yield
 
 
 # -- closing network and program starts while a library builds what an untrusted file describes --

@@ -53,7 +53,9 @@ class NamedCode:
         self.trimmed = tree is not None and not all(map(_is_quiet, tree.body))  # only the file's definitions are run
         if parsed.file is not None and tree is not None and self.trimmed:
             self._module = self._trimmed(parsed.file, tree)
-            self.named = None if alone else self._attribute(parsed.attribute)
+            self.named = None if alone else _walked(self._module, parsed.attribute)
+            if self.named is None and not alone:
+                raise FactoryError(f"--model {spec}: the definitions of {self.argv0} have no {parsed.attribute!r}")
         else:
             found = load_object(parsed, path=self.path, what="the model", reuse=True)
             name = found if alone else getattr(found, "__module__", "")
@@ -93,7 +95,9 @@ class NamedCode:
         importing = f"importing the definitions of {file.name}"
         entered = user_code(self.argv0, what=importing, path=self.path)
         with entered, forbid_training_and_writes(importing, (working_folder(), *self.path), imports=True):
-            for node in _definitions(tree):
+            for node in tree.body:
+                if not _is_quiet(node) or (isinstance(node, ast.If) and _is_guard(node)):
+                    continue
                 piece = ast.Module(body=[node], type_ignores=[])
                 try:
                     exec(compile(piece, str(file), "exec"), vars(module))  # noqa: S102 - a file that the user names
@@ -105,12 +109,6 @@ class NamedCode:
             f"constants alone were taken"
         )
         return module
-
-    def _attribute(self, name: str) -> Any:
-        found = _walked(self._module, name)
-        if found is None:
-            raise FactoryError(f"--model {self.spec}: the definitions of {self.argv0} have no {name!r}")
-        return found
 
 
 def _module_of(spec: Spec) -> ModuleType | None:
@@ -158,12 +156,6 @@ def _is_guard(node: ast.If) -> bool:
 def _is_simple(value: ast.expr) -> bool:
     calls = (node for node in ast.walk(value) if isinstance(node, ast.Call))
     return all(isinstance(call.func, ast.Name) and call.func.id in _PURE for call in calls)
-
-
-def _definitions(tree: ast.Module) -> Iterator[ast.stmt]:
-    for node in tree.body:
-        if _is_quiet(node) and not (isinstance(node, ast.If) and _is_guard(node)):
-            yield node
 
 
 _OF_TRANSFORMERS = ("transformers.modeling_outputs", "transformers.tokenization_utils_base")

@@ -130,7 +130,8 @@ class SkippingSampler:
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler = sampler
         self._count = count
-        self._last: _Left | None = None
+        self._indices: Iterator[Any] | None = None
+        self._ahead = 0  # skipped indices that have not been drawn
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_sampler"], name)
@@ -139,30 +140,16 @@ class SkippingSampler:
         return max(len(self._sampler) - self._count, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        self._last = _Left(self._sampler, self._count)
-        return self._last
-
-    def begin(self) -> None:
-        """Draw the skipped indices now."""
-        if self._last is not None:
-            self._last.begin()
-
-
-class _Left:
-    def __init__(self, sampler: Any, count: int) -> None:
-        self._sampler = sampler
-        self._count = count
-        self._indices: Iterator[Any] | None = None
+        self._indices, self._ahead = None, self._count
+        return self
 
     def begin(self) -> Iterator[Any]:
-        if self._indices is None:
-            self._indices = iter(self._sampler)
-            for _ in range(self._count):
-                next(self._indices, None)
+        """Draw the skipped indices now, if they were not drawn yet."""
+        self._indices = iter(self._sampler) if self._indices is None else self._indices
+        while self._ahead:
+            self._ahead -= 1
+            next(self._indices, None)
         return self._indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         return next(self.begin())

@@ -22,10 +22,16 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.hooks.torch_internals import replaced
-from ampdoctor.replay.user_files import audit_file_writes, changes_note, is_users_file, users_line
+from ampdoctor.replay.user_files import (
+    Stopped,
+    audit_file_writes,
+    changes_note,
+    is_users_file,
+    refusing,
+    users_line,
+)
 
 _SAVERS = (
     ("torch", "", "save"),
@@ -59,10 +65,6 @@ COPY = "replay in a copy of the folder, if that file is to stay as it is"
 """Advice about a file that a script's steps change."""
 
 
-class _Stopped(StepHalted):
-    """Ends the script; a BaseException, so that its `except Exception` does not catch it."""
-
-
 class _Spared(StepHalted):
     """Ends the opening or removal of a protected file; our wrappers catch it, so that callers do not see it."""
 
@@ -90,35 +92,29 @@ class Files:
 
         def tell(did: str, place: Path) -> None:
             if left():
-                raise _Stopped
+                raise Stopped
             if not os.path.lexists(place):
                 self._made.add(place)
                 self.note("made", f"{self._name} {did} before its training loop, and so does each replay of it")
             elif not any(one in self._made for one in (place, *place.parents)):
-                stopped.append(did)
-                raise _Stopped
+                stopped.append(
+                    f"the script {self._name} {did} before its training loop, over a file that is there already, and "
+                    f"was stopped: let it write to another folder (its arguments follow --), or run it in a copy"
+                )
+                raise Stopped
 
         def start() -> None:
             if left():
-                raise _Stopped
+                raise Stopped
 
-        try:
-            with audit_file_writes(self._folders, tell, start):
-                yield
-        except (Exception, SystemExit, _Stopped):
-            if not stopped:
-                raise
-        if stopped:
-            raise FactoryError(
-                f"the script {self._name} {stopped[0]} before its training loop, over a file that is there already, "
-                f"and was stopped: let it write to another folder (its arguments follow --), or run it in a copy"
-            )
+        with refusing(stopped), audit_file_writes(self._folders, tell, start):
+            yield
 
     def closed(self, generator: Generator[Any, Any, Any]) -> None:
         """Close a user's generator after the script was left; writes in its `finally` are stopped without a message."""
 
         def stop(_did: str, _place: Path) -> None:
-            raise _Stopped
+            raise Stopped
 
         with suppress(Exception, StepHalted), audit_file_writes(self._folders, stop):
             generator.close()

@@ -65,7 +65,7 @@ class Variables:
 
     def __init__(self, seen: Iterable[tuple[str, Any]]) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         known, ahead = set[int](), deque(seen)
         for _ in range(_LOOKED_AT):
             if not ahead:
@@ -74,7 +74,7 @@ class Variables:
             if isinstance(value, PLAIN) or id(value) in known:
                 continue
             known.add(id(value))
-            self._names.setdefault(id(value), name)
+            self.names.setdefault(id(value), name)
             if isinstance(value, nn.Module):
                 self.modules.append((name, value))
             else:
@@ -82,7 +82,7 @@ class Variables:
 
     def name_of(self, value: Any, otherwise: str) -> str:
         """Returns an object's name, with dots replaced."""
-        return self._names.get(id(value), otherwise).replace(".", "_")
+        return self.names.get(id(value), otherwise).replace(".", "_")
 
 
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -185,9 +185,9 @@ class Runner:
         environment: Environment,
         files: Files,
     ) -> None:
-        self.environment, self.files = environment, files
-        self._name, self._file, self._package = name, file, package
-        self._arguments, self._path = arguments, path
+        self.name, self.path, self.files = name, path, files
+        self._environment, self._arguments = environment, arguments
+        self._file, self._package = file, package
         self._process: ProcessState | None = None
         self._main: MainModule | None = None
         self._has_printed = False
@@ -197,8 +197,8 @@ class Runner:
     def user_code(self, what: str) -> Iterator[None]:
         """Surrounds the script's code, see `LoadedFactory.user_code`; the modules are those of its last run."""
         with ExitStack() as stack:
-            stack.enter_context(self.environment())
-            stack.enter_context(user_code(str(self._file), what=what, path=self._path, arguments=self._arguments))
+            stack.enter_context(self._environment())
+            stack.enter_context(user_code(str(self._file), what=what, path=self.path, arguments=self._arguments))
             stack.enter_context(out_of_the_records())
             stack.enter_context(nothing_at_exit())
             stack.enter_context(self._registered.watching())
@@ -250,7 +250,7 @@ class Runner:
         """Take the loops in which the script ended, around its last training call; raises FactoryError without one."""
         loops = loops_at(called)
         if run.ended is None:
-            run.ended = FactoryError(no_loop(self._name, factories_in(self._file)))
+            run.ended = FactoryError(no_loop(self.name, factories_in(self._file)))
         else:
             loops = those_left_by(run.ended.__cause__, loops)
         if not loops:
@@ -272,7 +272,7 @@ class Runner:
         with run.made.watching():
             self._execute(run)
         if run.arrived is None:
-            raise FactoryError(f"{self._name} did not come to its loop at {place} when it was run again")
+            raise FactoryError(f"{self.name} did not come to its loop at {place} when it was run again")
         return run
 
     def _new(self, edits: Mapping[str, Edits], arrives: OnArrival, otherwise: Edits | None = None) -> ScriptRun:
@@ -290,7 +290,7 @@ class Runner:
         """Run the script to its end, or until it is left; errors after that do not matter."""
         try:
             with (
-                self.user_code(f"the script {self._name}"),
+                self.user_code(f"the script {self.name}"),
                 eagerly(),
                 quiet_threads(),
                 prints_to_nobody() if self._has_printed else contextlib.nullcontext(),
@@ -300,9 +300,9 @@ class Runner:
                     run.main.run()
                 except SystemExit as error:
                     if error.code or not run.is_left():
-                        raise _EndedError(_ended(self._name, error)) from error
+                        raise _EndedError(_ended(self.name, error)) from error
                 except ModuleNotFoundError as error:
-                    said = f"the script {self._name} raised {describe(error)} (is it installed where ampdoctor runs?)"
+                    said = f"the script {self.name} raised {describe(error)} (is it installed where ampdoctor runs?)"
                     raise UserCodeError(said, trimmed_traceback(error), describe(error)) from error
                 except SyntaxError as error:
                     if error.filename != str(self._file):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ampdoctor.hooks.backwards import scaled_within
 from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards, unseen
-from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import adapter_of
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.loop_hooks import Body, Turn, bound_by, entered, read_by
@@ -156,28 +154,9 @@ class Script:
 
     instead = COPY
 
-    def __init__(
-        self,
-        name: str,
-        file: Path,
-        *,
-        package: str | None,
-        arguments: tuple[str, ...],
-        path: tuple[str, ...],
-        environment: Environment,
-        notes: list[str],
-    ) -> None:
-        self.name, self.path = name, path
-        self._files = Files(name, (Path.cwd(), *path), notes)
-        self._runner = Runner(
-            name,
-            file,
-            package=package,
-            arguments=arguments,
-            path=path,
-            environment=environment,
-            files=self._files,
-        )
+    def __init__(self, runner: Runner) -> None:
+        self.name, self.path = runner.name, runner.path
+        self._runner, self._files = runner, runner.files
         self._learnt: _Learnt | None = None
 
     def user_code(self, what: str) -> AbstractContextManager[None]:
@@ -276,9 +255,5 @@ class Script:
             scaler=scalers[0] if scalers else None,
             step=step,
             counters=partial(set_counters, loop.body),
-            move=_as_it_is,
+            move=lambda batch, _device: batch,
         )
-
-
-def _as_it_is(batch: Any, _device: Any) -> Any:
-    return batch

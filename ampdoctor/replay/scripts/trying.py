@@ -87,6 +87,10 @@ def tried(  # noqa: C901 one loop, and its listeners
         backwards += seen.accumulated
         return run()
 
+    def call(module: torch.nn.Module, _frame: Any) -> None:  # counts as a step of its optimizers, with all scalers
+        stepped.update(dict.fromkeys(made.training(module)))
+        scalers.update(dict.fromkeys(made.scalers()))
+
     source: Iterator[Any] = itertools.repeat(None) if loop.items is None else iter(loop.items())
     count, before, said = 0, 0, None
     with ExitStack() as stack:
@@ -96,7 +100,7 @@ def tried(  # noqa: C901 one loop, and its listeners
             _told_of_regions(regions.add),
         ):
             stack.enter_context(told)
-        stack.enter_context(_calls_as_steps(made, stepped, scalers) if never_steps else nullcontext())
+        stack.enter_context(on_training_call(call) if never_steps else nullcontext())
         stack.enter_context(seen_backwards(backward))
         stack.enter_context(entered(around))
         for item in source:
@@ -122,18 +126,6 @@ def tried(  # noqa: C901 one loop, and its listeners
         autocast=next((name for dtype, name in HALVES.items() if dtype in regions), None),
         ended=ended,
     )
-
-
-def _calls_as_steps(
-    made: CreatedObjects, stepped: dict[int, None], scalers: dict[int, None]
-) -> AbstractContextManager[None]:
-    """Inside, a call of a model counts as a step of its optimizers, with all enabled scalers."""
-
-    def call(module: torch.nn.Module, _frame: Any) -> None:
-        stepped.update(dict.fromkeys(made.training(module)))
-        scalers.update(dict.fromkeys(made.scalers()))
-
-    return on_training_call(call)
 
 
 def _told_of_regions(tell: Callable[[torch.dtype], None]) -> AbstractContextManager[None]:
