@@ -453,12 +453,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "torch": _torch,
     "function": _function,
 }
-_MANY: Mapping[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-}
+_MANY: Mapping[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 
 
 # -- modules: rebuilt from their parts, without constructors --

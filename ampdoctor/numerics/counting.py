@@ -403,9 +403,7 @@ class DeviceCounts:
             ]
         )
         return DeviceCounts(
-            packed,
-            max(self.significand_bits, other.significand_bits),
-            min(self.min_spacing, other.min_spacing),
+            packed, max(self.significand_bits, other.significand_bits), min(self.min_spacing, other.min_spacing)
         )
 
     def fetch(self) -> Histogram:

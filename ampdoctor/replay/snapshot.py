@@ -194,12 +194,7 @@ class _Tensor:
     def capture(cls, tensor: torch.Tensor, values: Values, *, gradient: bool) -> _Tensor:
         grad = tensor.grad if gradient and tensor.is_leaf else None
         return cls(
-            tensor,
-            tensor.data,
-            values,
-            grad,
-            None if grad is None else grad.detach().clone(),
-            tensor.requires_grad,
+            tensor, tensor.data, values, grad, None if grad is None else grad.detach().clone(), tensor.requires_grad
         )
 
     def restore(self, *, unchanged: bool = True) -> None:

@@ -83,11 +83,7 @@ _HIDDEN_FILES = ("<frozen importlib.", "<frozen runpy", f"{os.sep}importlib{os.s
 
 @contextlib.contextmanager
 def user_code(
-    argv0: str | None = None,
-    *,
-    what: str = "the factory",
-    path: Sequence[str] = (),
-    arguments: Sequence[str] = (),
+    argv0: str | None = None, *, what: str = "the factory", path: Sequence[str] = (), arguments: Sequence[str] = ()
 ) -> Iterator[None]:
     """Run the body as if in a process of its own (`python argv0 *arguments`), its output to stderr; may be nested.
 

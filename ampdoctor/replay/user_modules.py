@@ -98,12 +98,7 @@ def _existing_file(target: str) -> Path:
 
 
 def load_object(
-    spec: Spec,
-    *,
-    path: Sequence[str],
-    what: str = "the factory",
-    reuse: bool = False,
-    arguments: Sequence[str] = (),
+    spec: Spec, *, path: Sequence[str], what: str = "the factory", reuse: bool = False, arguments: Sequence[str] = ()
 ) -> Any:
     """Import the module that `spec` names and return its object; without `reuse` a file is executed anew."""
     importing = f"importing {what} {spec.text!r}"

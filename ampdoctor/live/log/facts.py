@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 def software() -> dict[str, Any]:
     """Returns the command line, versions, and the environment variables that change numbers; needs no torch."""
-    return {
-        "command": list(sys.orig_argv),
-        "software": machine() | packages(),
-        "environment": variables(),
-    }
+    return {"command": list(sys.orig_argv), "software": machine() | packages(), "environment": variables()}
 
 
 def hardware() -> dict[str, Any]:

@@ -32,24 +32,11 @@ from ampdoctor.hooks.program import (
 )
 from ampdoctor.hooks.torch_internals import Backward as SeenBackward
 from ampdoctor.hooks.torch_internals import in_backward, seen_backwards, transforms, under_fake_tensors, unseen
-from ampdoctor.live.recording.journal import (
-    MOST,
-    Gradients,
-    RecordedInstructions,
-    parameters_of,
-    prefixed,
-    together,
-)
+from ampdoctor.live.recording.journal import MOST, Gradients, RecordedInstructions, parameters_of, prefixed, together
 from ampdoctor.live.recording.models import SEVERAL, OutermostModels, Trainers
 from ampdoctor.live.recording.programs import KeptUpdate, StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.samples import GradientSamples, HandUpdates
-from ampdoctor.live.recording.tape import (
-    Buffers,
-    around_each,
-    holds_nonfinite,
-    is_about_numbers,
-    mode_now,
-)
+from ampdoctor.live.recording.tape import Buffers, around_each, holds_nonfinite, is_about_numbers, mode_now
 from ampdoctor.probes.user_code import user_line
 
 _NODES = 256

@@ -156,15 +156,7 @@ class _Loader:
 
 
 def take_update(
-    accelerator: Any,
-    optimizer: Any,
-    scheduler: Any,
-    *,
-    run: Any,
-    model: Any,
-    batch: Update,
-    scaler: Any,
-    autocast: Any,
+    accelerator: Any, optimizer: Any, scheduler: Any, *, run: Any, model: Any, batch: Update, scaler: Any, autocast: Any
 ) -> torch.Tensor:
     """Take one optimizer step as in Accelerate's documentation; returns the mean of the losses."""
     if accelerator.scaler is not None:

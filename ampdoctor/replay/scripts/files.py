@@ -24,14 +24,7 @@ from torch.library import Library
 
 from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.hooks.torch_internals import replaced
-from ampdoctor.replay.user_files import (
-    Stopped,
-    audit_file_writes,
-    changes_note,
-    is_users_file,
-    refusing,
-    users_line,
-)
+from ampdoctor.replay.user_files import Stopped, audit_file_writes, changes_note, is_users_file, refusing, users_line
 
 _SAVERS = (
     ("torch", "", "save"),
