@@ -40,7 +40,7 @@ class UsedGradients:
     """Compares each optimizer's gradients with those of its last update; gradients made by hand are not compared."""
 
     def __init__(self) -> None:
-        self._runs = 0
+        self.runs = 0  # of autograd's engine
         self._uses: dict[int, _Use] = {}
 
     @contextmanager
@@ -59,36 +59,26 @@ class UsedGradients:
         with replaced(graph, "replay", replay):
             yield
 
-    @property
-    def runs(self) -> int:
-        """How many times autograd's engine has run."""
-        return self._runs
-
-    @property
-    def any_backward(self) -> bool:
-        """Whether autograd's engine has run."""
-        return self._runs > 0
-
     def clear(self) -> None:
         """Forgets all updates."""
         self._uses.clear()
 
     def engine_runs(self) -> None:
         """Notes a run of autograd's engine, whatever it computes."""
-        self._runs += 1
+        self.runs += 1
 
     def used(self, optimizer: Any) -> None:
         """Notes that the optimizer has stepped, or that a scaler has skipped its update."""
         before = self._use_of(optimizer)
-        again = before is not None and before.runs == self._runs
-        of_backward = before.of_backward if again and before is not None else self._runs > 0
+        again = before is not None and before.runs == self.runs
+        of_backward = before.of_backward if again and before is not None else self.runs > 0
         with suppress(TypeError):  # a wrapper without weak references
-            self._uses[id(optimizer)] = _Use(weakref.ref(optimizer), self._runs, of_backward, _held_by(optimizer))
+            self._uses[id(optimizer)] = _Use(weakref.ref(optimizer), self.runs, of_backward, _held_by(optimizer))
 
     def are_used(self, optimizer: Any) -> bool:
         """Returns whether the optimizer's present gradients are those of its last update."""
         use = self._use_of(optimizer)
-        if use is None or not use.of_backward or use.runs != self._runs:
+        if use is None or not use.of_backward or use.runs != self.runs:
             return False
         now = _held_by(optimizer)
         return bool(now) and all(

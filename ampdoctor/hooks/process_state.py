@@ -80,18 +80,12 @@ def _same_numpy(here: Any, there: Any) -> bool:
 def no_anomaly_mode() -> Iterator[None]:
     """Keeps anomaly mode off inside, even if the user's code turns it on; restores it afterwards."""
     enabled, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    switch = torch.set_anomaly_enabled
-    switch(False, checks_nan)
-
-    def ignored(*_args: Any, **_kwargs: Any) -> None:
-        """Ignores the user's own anomaly mode."""
-
-    torch.set_anomaly_enabled = ignored
+    torch.set_anomaly_enabled(False, checks_nan)
     try:
-        yield
+        with replaced(torch, "set_anomaly_enabled", lambda *_args, **_kwargs: None):
+            yield
     finally:
-        torch.set_anomaly_enabled = switch
-        switch(enabled, checks_nan)
+        torch.set_anomaly_enabled(enabled, checks_nan)
 
 
 @contextmanager

@@ -22,51 +22,6 @@ from ampdoctor.hooks.callbacks import NumberReads, on_scaler_call
 Part = Literal["optimizer", "scaler"]
 
 
-class CallContext:
-    """The running parts of a step, nested."""
-
-    def __init__(self) -> None:
-        self._running: list[Part | None] = []
-
-    @property
-    def part(self) -> Part | None:
-        """The innermost running part; None for the user's own code."""
-        return self._running[-1] if self._running else None
-
-    def clear(self) -> None:
-        """Forgets the running parts."""
-        self._running.clear()
-
-    def enter(self, part: Part) -> int:
-        """Begins a part; returns the argument for `leave`."""
-        self._running.append(part)
-        return len(self._running) - 1
-
-    def leave(self, depth: int) -> None:
-        """Ends the part and all parts inside it, also after an exception."""
-        del self._running[depth:]
-
-    def leave_optimizer(self) -> None:
-        """Ends an optimizer's step if one is running."""
-        if self.part == "optimizer":
-            self._running.pop()
-
-    def outside(self, argument: Any) -> Any:
-        """Wraps an optimizer's closure (LBFGS, SAM): its forward and backward are not part of the optimizer."""
-        if not callable(argument) or isinstance(argument, torch.optim.Optimizer):
-            return argument
-
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            depth = len(self._running)
-            self._running.append(None)
-            try:
-                return argument(*args, **kwargs)
-            finally:
-                self.leave(depth)
-
-        return closure
-
-
 _METHODS = ("scale", "unscale_", "step", "update")
 
 
@@ -84,7 +39,7 @@ class StepEvents:
         self._scaler = scaler
         self._tell = called
         self._watching = False
-        self._phases = CallContext()
+        self._parts: list[Part | None] = []  # that run, nested; None for the user's own code
         self._last: Any = None  # the scaler that last scaled a loss, in any step
         self.backwards = Backwards(parameters, on_kept_graph=self._on_kept_graph)
         self.called_at: Callable[[], Source | None] = lambda: None  # the line of the running call
@@ -95,7 +50,7 @@ class StepEvents:
         """Forgets the last step."""
         self.events: list[StepEvent] = []
         self._reads.rest()
-        self._phases.clear()
+        self._parts.clear()
         self.backwards.clear()
         self._unscaled: dict[str, Any] = {}  # by optimizer: the scaler that unscaled
         self._asked_for: dict[str, int] = {}  # by optimizer: the engine's runs before the loop's own `unscale_`
@@ -108,7 +63,7 @@ class StepEvents:
     @property
     def part(self) -> Part | None:
         """The running part: "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
-        return self._phases.part
+        return self._parts[-1] if self._parts else None
 
     @property
     def enabled(self) -> bool:
@@ -143,17 +98,33 @@ class StepEvents:
 
     def _before_step(self, name: str, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the arguments of an optimizer's step with closures wrapped, which count as user code."""
-        self._phases.enter("optimizer")
+        self._parts.append("optimizer")
         self._reads.rest()
         # a fused optimizer unscales and skips by itself: the scaler always calls it, and sets `found_inf`
         if not bool(getattr(optimizer, "found_inf", False)):
             anew = any(map(callable, (*args, *kwargs.values())))  # a closure computes the gradients anew
             self._note(self._of_step(optimizer, name, anew=anew))
-        outside = self._phases.outside
+        outside = self._outside
         return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
+    def _outside(self, argument: Any) -> Any:
+        """Wraps an optimizer's closure (LBFGS, SAM): its forward and backward are not part of the optimizer."""
+        if not callable(argument) or isinstance(argument, torch.optim.Optimizer):
+            return argument
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            depth = len(self._parts)
+            self._parts.append(None)
+            try:
+                return argument(*args, **kwargs)
+            finally:
+                del self._parts[depth:]
+
+        return closure
+
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        self._phases.leave_optimizer()
+        if self.part == "optimizer":
+            self._parts.pop()
         self.backwards.used.used(optimizer)
 
     def _of_step(self, optimizer: Any, name: str, *, anew: bool) -> StepEvent:
@@ -212,7 +183,8 @@ class StepEvents:
 
     def _call(self, scaler: Any, method: str, optimizer: Any, original: Callable[[], Any]) -> Any:
         self._reads.rest()
-        depth = self._phases.enter("scaler")
+        depth = len(self._parts)
+        self._parts.append("scaler")
         self._running.append((id(scaler), method))
         try:
             return original()
@@ -221,7 +193,7 @@ class StepEvents:
             raise
         finally:
             self._running.remove((id(scaler), method))
-            self._phases.leave(depth)
+            del self._parts[depth:]  # also those inside, after an exception
             if method == "unscale_" and optimizer is not None:
                 self.backwards.unscaled(optimizer)  # unscaling writes to the gradients, and is no edit by the loop
                 if _is_enabled(scaler) and not self._running:  # a step unscales by itself

@@ -25,7 +25,7 @@ from ampdoctor.probes.modules import (
     owns_parameters,
     tensors_in,
 )
-from ampdoctor.probes.ops import UNINITIALISED, OpProbe, Probe, Site, is_cast, kernel_name
+from ampdoctor.probes.ops import CASTS, UNINITIALISED, OpProbe, Probe, Site, kernel_name
 from ampdoctor.probes.user_code import own_line
 
 # -- the autocast regions that a step enters --
@@ -201,7 +201,7 @@ class FormatsProbe(OpProbe):
         result = func(*args, **kwargs)
         self.formats.update(tensor.dtype for tensor in tensors_in(result) if tensor.dtype in REDUCED)
         watched = site.phase in ("forward", "loss") and not site.recompute and site.op not in _ENGINE
-        if watched and not (func.is_view or is_cast(kernel) or kernel in UNINITIALISED | _MOVES):
+        if watched and not (func.is_view or kernel in CASTS or kernel in UNINITIALISED | _MOVES):
             name = "scaled_dot_product_attention" if _ATTENTION in kernel else site.op
             self._note(site.module, name, kernel, args, kwargs, result)
         return result

@@ -23,7 +23,7 @@ from ampdoctor.package import FOLDER
 from ampdoctor.precision.casting import REDUCED
 from ampdoctor.precision.dtype_overrides import wide_numbers
 from ampdoctor.probes.modules import ModuleStack
-from ampdoctor.probes.ops import FunctionNames, changes_shape, function_name, is_cast
+from ampdoctor.probes.ops import CASTS, FunctionNames, changes_shape, function_name
 from ampdoctor.probes.recompute import NO_RESULT
 from ampdoctor.probes.user_code import as_source, user_line
 
@@ -268,7 +268,7 @@ class Intervention(FunctionNames):
     def _reached(self, address: UserLine, name: str | None) -> bool:
         if self._how.startswith("line") or name is None:
             return True  # a function written in Python: the ops inside are not seen
-        if is_cast(address.op):
+        if address.op in CASTS:
             return True  # autocast's own cast, inside any op of the line
         return name == address.op or name.rstrip("_") == address.op.rstrip("_")
 
@@ -276,7 +276,7 @@ class Intervention(FunctionNames):
         guarded = self._how.endswith("guard")
         wide = torch.float64 if self._how.endswith("fp64") else torch.float32
         name = function_name(func) or ""
-        target = cast_target(func, args, kwargs) if is_cast(name) else None
+        target = cast_target(func, args, kwargs) if name in CASTS else None
         if target is not None and target.itemsize < wide.itemsize and not guarded:
             return args[0].to(wide)  # the narrowing cast itself is what the intervention removes
         inputs, keywords = (args, kwargs) if target is not None else (_widened(args, wide), _widened(kwargs, wide))
@@ -318,7 +318,7 @@ class WrittenCasts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_cast(function_name(func) or "") and cast_target(func, args, kwargs) in REDUCED:
+        if function_name(func) in CASTS and cast_target(func, args, kwargs) in REDUCED:
             return args[0].to(torch.float32)
         return func(*args, **wide_numbers(func, kwargs))
 

@@ -73,7 +73,7 @@ def function_name(function: Callable[..., Any]) -> str | None:
         return None
     bare = name.strip("_") if name.startswith("__") else name
     bare = _OPERATORS.get(bare, bare)
-    return bare if is_aten(bare) or is_cast(bare) else None
+    return bare if is_aten(bare) or bare in CASTS else None
 
 
 @lru_cache(maxsize=4096)
@@ -103,17 +103,6 @@ def changes_shape(name: str | None) -> bool:
 def reads_layout(overload: Any) -> bool:
     """Whether the op is one of `LAYOUTS`."""
     return kernel_name(overload) in LAYOUTS or str(overload.__name__) in LAYOUTS
-
-
-def user_level(kernel: str) -> str:
-    """The op that a kernel with a leading underscore implements ("_softmax": "softmax"), if there is one."""
-    public = kernel.lstrip("_")
-    return public if public != kernel and is_aten(public) else kernel
-
-
-def is_cast(name: str) -> bool:
-    """Whether the op only changes the dtype."""
-    return name in CASTS
 
 
 # -- where an op runs: in a backward, module and line are those of the forward op --
@@ -238,7 +227,11 @@ class Sites:
 
     def _op(self, kernel: str) -> str:
         running = self.functions.running
-        name = running[-1] if running else user_level(kernel)
+        name = kernel
+        if running:
+            name = running[-1]
+        elif is_aten(public := kernel.lstrip("_")):  # the op that a kernel with a leading underscore implements
+            name = public
         # a cast is an op of its own, whether autocast inserts it or the user calls half() or to()
         return kernel if kernel == "_to_copy" else name.removeprefix("_foreach_")
 

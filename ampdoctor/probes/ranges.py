@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,7 @@ class RangeProbe(Probe):
         self._step: dict[Place, Histogram | DeviceCounts] = {}
         self.counted: Mapping[Place, Histogram] = {}  # of the step that was finished last
         self._stepped: list[Tensor] = []
-        self._hooks = GradientHooks(
-            self._on_gradient, on_output=self._on_output, inputs=plan.inputs if plan is not None else frozenset()
-        )
+        self._hooks = GradientHooks(self._on_gradient, on_output=self._on_output, inputs=_inputs(plan))
         self._sizes: Counter[str] = Counter()
         self.hand_scales: list[float | None] = []
 
@@ -69,10 +68,8 @@ class RangeProbe(Probe):
         self._step = {}
 
     def profile(self, run: RunFacts, **more: Any) -> RangeProfile:
-        return self._collector.profile(run, half=self._is_half, weight=self._sizes.__getitem__, **more)
-
-    def _is_half(self, place: Place) -> bool:
-        return self._plan is None or self._plan.holds(place)
+        half = partial(_is_half, self._plan)
+        return self._collector.profile(run, half=half, weight=self._sizes.__getitem__, **more)
 
     def _count_weights(self, run: ObservedRun) -> None:
         names = run.parameter_names()
@@ -133,10 +130,6 @@ class ReferenceGradients(Probe):
         self.exponents: dict[Key, Tensor] = {}  # int8: a quarter of the memory, enough to find what flushes
         self.weights: dict[Key, Tensor] = {}  # float32, or float64 where the gradient is
 
-    def holds(self, place: Place) -> bool:
-        """Whether the tensor at this place is half in the half-precision run."""
-        return self.plan is None or self.plan.holds(place)
-
     def received(self, run: ObservedRun) -> dict[str, Tensor]:
         """The gradients that the optimizers get, by parameter: the sum over the backwards, before clipping."""
         names = run.parameter_names()
@@ -167,7 +160,7 @@ class ReferenceGradients(Probe):
             dense = _dense(gradient)
             if place.kind == "weight_grad":
                 self.weights[place, ordinal] = dense.to(torch.promote_types(dense.dtype, torch.float32), copy=True)
-            elif self.holds(place):
+            elif _is_half(self.plan, place):
                 self.exponents[place, ordinal] = _exponents(dense)
 
 
@@ -239,7 +232,7 @@ class ZeroedProbe(Probe):
         apart = Distance(least=math.ldexp(1.0, _least(carried)))
         apart.add(got, expected, scale=carried)
         self._compared.append(apart)
-        if self._reference.holds(place):
+        if _is_half(self._reference.plan, place):
             self.zeroed.add(place, apart.below, apart.nonzero)
 
     def _carried(self) -> float:
@@ -266,6 +259,11 @@ def _exponents(dense: Tensor) -> Tensor:
         zero = (values == 0).view(torch.uint8)  # brings the least exponent to `_ZERO`; filling by a mask takes longer
         exponents.copy_(biased.clamp_(max=_LARGEST).sub_(_BIAS).sub_(zero, alpha=-_BIAS - _ZERO).view(torch.int8))
     return found
+
+
+def _is_half(plan: LowPrecisionTensors | None, place: Place) -> bool:
+    """Whether the tensor at this place is half in the half-precision run; without a plan, everything counts as half."""
+    return plan is None or plan.holds(place)
 
 
 def _inputs(plan: LowPrecisionTensors | None) -> frozenset[str]:

@@ -78,18 +78,21 @@ def recompute(
         finite32=finite32,
         amax32=amax32,
         overflow=overflow,
-        returns=None if beyond else _returns(func, call, results),
+        returns=None if beyond or (again := _is_finite_again(func, call, results)) is None else not again,
     ), wide
 
 
-def _returns(func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]) -> bool | None:
-    """Whether the op is non-finite again in its own format, on the same inputs; None where it cannot be run again."""
+def _is_finite_again(func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]) -> bool | None:
+    """Whether a call in its own format is finite where `results` are not; None where it cannot be run again."""
+    args, kwargs = tree_map(
+        lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, (call.args, call.kwargs)
+    )
     try:
         with torch.no_grad():
-            again = call.again(func, _copied(call.args), _copied(call.kwargs))
+            again = call.again(func, args, kwargs)
     except NO_RESULT:
         return None
-    return not _where_nonfinite(results, again)[0] if _alike(again, results) else None
+    return _where_nonfinite(results, again)[0] if _alike(again, results) else None
 
 
 def _fits_when_smaller(
@@ -110,13 +113,7 @@ def _fits_when_smaller(
         # in float64: the factor itself may not fit the format
         return (doubled(values[id(tensor)]) * 2.0 ** -math.ceil(math.log2(size))).to(tensor.dtype)
 
-    low = call.substituted(smaller)
-    try:
-        with torch.no_grad():
-            again = low.again(func, _copied(low.args), _copied(low.kwargs))
-    except NO_RESULT:
-        return None
-    return _where_nonfinite(results, again)[0] if _alike(again, results) else None
+    return _is_finite_again(func, call.substituted(smaller), results)
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -125,10 +122,6 @@ def _largest(tensor: torch.Tensor) -> float:
         return float(doubled(tensor).abs().max())
     low, high = (float(end) for end in extremes(tensor))
     return high if math.isnan(high) else max(-low, high)
-
-
-def _copied(value: Any) -> Any:
-    return tree_map(lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value)
 
 
 def _alike(wide: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:

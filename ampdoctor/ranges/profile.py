@@ -39,7 +39,6 @@ class RunFacts:
     loss_scale: float = 1.0  # the scaler's, a manual one, or 1.0
     base_scale: float = 1.0  # factor in the measured gradients: a manual loss scale inside the user's step
     accumulation: int = 1  # micro-batches per step
-    loss_divided: bool = True  # the loss of each micro-batch is divided by their number
     loss_in_half: bool = False  # the scaled loss stays in fp16: a loss of shape [1] (a 0-dim one is promoted)
     loss_amax: float | None = None  # largest magnitude; None if unknown
 

@@ -120,41 +120,29 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 """Types of attributes that can be restored by a plain assignment."""
 
 
-_AUTOCASTS = ("cpu", "cuda")
+def process_settings() -> Callable[[], None]:
+    """Returns a function that restores the present process settings, which user code may change."""
+    device, folder, path = default_device(), Path.cwd(), list(sys.path)
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: list[Callable[[], Any]] = [
+        partial(torch.set_default_dtype, torch.get_default_dtype()),
+        partial(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn_only),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+    ]
+    for kind in ("cpu", "cuda"):
+        settings.append(partial(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)))
+        settings.append(partial(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind)))
 
+    def restore() -> None:
+        for setting in settings:
+            setting()
+        if default_device() != device:
+            reset_default_device() if device.type == "cpu" else torch.set_default_device(device)
+        os.chdir(folder)
+        sys.path[:] = path
 
-class ProcessState:
-    """Saves and restores process settings that user code may change."""
-
-    def __init__(self) -> None:
-        self._dtype = torch.get_default_dtype()
-        self._device = default_device()
-        self._deterministic = torch.are_deterministic_algorithms_enabled()
-        self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        self._grad = torch.is_grad_enabled()
-        self._autocast = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCASTS
-        }
-        self._cache = torch.is_autocast_cache_enabled()
-        self._folder = Path.cwd()
-        self._path = list(sys.path)
-
-    def restore(self) -> None:
-        """Restore the settings."""
-        torch.set_default_dtype(self._dtype)
-        if default_device() != self._device:
-            if self._device.type == "cpu":
-                reset_default_device()
-            else:
-                torch.set_default_device(self._device)
-        torch.use_deterministic_algorithms(self._deterministic, warn_only=self._warn_only)
-        torch.set_grad_enabled(self._grad)
-        for kind, (enabled, dtype) in self._autocast.items():
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self._cache)
-        os.chdir(self._folder)
-        sys.path[:] = self._path
+    return restore
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

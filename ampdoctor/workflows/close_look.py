@@ -19,7 +19,7 @@ from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.probes.halving import Interval, IntervalTrace, OrderProbe, Point, PointProbe, UpdateTrace
 from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.replay.snapshot import ProcessState, Snapshot
+from ampdoctor.replay.snapshot import Snapshot, process_settings
 from ampdoctor.workflows.trials import AFTER
 
 if TYPE_CHECKING:
@@ -148,14 +148,14 @@ class LayerSearch:
         """Follow the origins in a whole replay to the harm that pass 1 saw; a masked origin does not reach it."""
         tracer = IntervalTrace(interval, follow=True)
         self.snapshot.restore()
-        process = ProcessState()
+        process = process_settings()
         try:
             with self.session.watched(tracer):
                 self.session.step(self.outcome.step)
         except AmpdoctorError as error:
             raise SearchLost(f"the step cannot be followed to its end: {error}") from error
         finally:
-            process.restore()
+            process()
         if tracer.trace is None:
             raise SearchLost("the step did not get to its end again")
         origins = tuple(origin for origin in tracer.trace.origins if origin.affected)
@@ -183,7 +183,7 @@ class LayerSearch:
     def _partly(self, probe: Probe) -> None:
         session = self.session
         self.snapshot.restore()
-        process, replays, of_step = ProcessState(), session.replays, session.replays_of[self.outcome.step]
+        process, replays, of_step = process_settings(), session.replays, session.replays_of[self.outcome.step]
         self.partial_replays += 1
         try:
             with session.watched(probe):
@@ -193,7 +193,7 @@ class LayerSearch:
         except AmpdoctorError as error:
             raise SearchLost(f"a partial replay could not run: {error}") from error
         finally:
-            process.restore()
+            process()
             session.replays, session.replays_of[self.outcome.step] = replays, of_step
 
     @contextmanager

@@ -504,7 +504,7 @@ def left_at_the_end(
         judged = losses if watch.scalers.last is not None else [*losses, *gradients]
         if gradients and whole and any_nonfinite(judged):
             yield "no optimizer has used its gradients", program, step
-    if recorder.used.any_backward or (test is not None and test.began_finite):
+    if recorder.used.runs or (test is not None and test.began_finite):
         step = max(step - 1, 0)
         with watch.looking_away():
             found_weight = lost_weight(dict(together(recorder.models.roots).named_parameters()), step)

@@ -163,7 +163,6 @@ def measure(
         loss_scale=_usable((session.scaler_state or {}).get("scale")) * by_hand,
         base_scale=by_hand,
         accumulation=session.run.accumulation_steps,
-        loss_divided=session.run.divide_loss,
         loss_in_half=half is not None and half.loss_in_half,
         loss_amax=max((x for x in steps_taken.losses if math.isfinite(x)), default=None),
     )

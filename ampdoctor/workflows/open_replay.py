@@ -46,7 +46,7 @@ from ampdoctor.replay.load_checkpoint import (
 from ampdoctor.replay.parts import choose_device
 from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.session import Session
-from ampdoctor.replay.snapshot import ProcessState
+from ampdoctor.replay.snapshot import process_settings
 from ampdoctor.replay.target import Target, load_target
 from ampdoctor.replay.tensor_store import lies_in_memory
 from ampdoctor.replay.training_run import takes_start
@@ -278,7 +278,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.enter_context(without_overrides())
         stack.enter_context(own_state())
         stack.callback(before.restore)
-        stack.callback(ProcessState().restore)
+        stack.callback(process_settings())
         stack.enter_context(lasting_emulation())
         stack.enter_context(shown_from(working_folder()))
         half_made = HalfMade()

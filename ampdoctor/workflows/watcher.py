@@ -130,7 +130,7 @@ class TrainingWatcher:
     @property
     def trained(self) -> bool:
         """Whether a backward or an optimizer's step has been seen."""
-        return self._watch.recorder.used.any_backward or bool(self._lines.attempted)
+        return self._watch.recorder.used.runs > 0 or bool(self._lines.attempted)
 
     @contextmanager
     def attending(

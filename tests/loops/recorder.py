@@ -22,7 +22,7 @@ from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
 from ampdoctor.precision.fp16_matmul import half_products
-from ampdoctor.replay.snapshot import ProcessState
+from ampdoctor.replay.snapshot import process_settings
 from ampdoctor.workflows.open_replay import seed_all
 
 LOOPS = Path(__file__).parents[2] / "fixtures" / "loops"
@@ -88,7 +88,7 @@ def machine(policy: str) -> Iterator[None]:
     """The machine that a replay makes, on a CPU; random numbers and torch's switches are as before afterwards."""
     with contextlib.ExitStack() as stack:
         stack.callback(RandomState.capture().restore)
-        stack.callback(ProcessState().restore)
+        stack.callback(process_settings())
         stack.enter_context(autocast_policy(policy))
         if policy == "cuda":
             stack.enter_context(half_products())

@@ -19,14 +19,6 @@ from ampdoctor.live.log.thread import Limits, Listening, LogQueue, Make, OnLine,
 from ampdoctor.package import version
 
 
-def _silent(sentence: str) -> None:
-    pass
-
-
-def _nothing() -> None:
-    pass
-
-
 class RunLog:
     """Writes a run's log in `folder` on a thread; only `flush` and `close` wait. With `held`, not before `begin`."""
 
@@ -39,7 +31,7 @@ class RunLog:
         rank: int = 0,
         world_size: int = 1,
         restarts: int = 0,
-        say: Callable[[str], None] = _silent,
+        say: Callable[[str], None] = lambda _: None,
         limits: Limits | None = None,
         held: bool = False,
     ) -> None:
@@ -104,9 +96,9 @@ class RunLog:
         on_line: OnLine,
         *,
         name: str = "what listens to the log",
-        idle: Callable[[], None] = _nothing,
-        end: Callable[[], None] = _nothing,
-        dropped: Callable[[], None] = _nothing,
+        idle: Callable[[], None] = lambda: None,
+        end: Callable[[], None] = lambda: None,
+        dropped: Callable[[], None] = lambda: None,
         answers: bool = False,
     ) -> Listening:
         """Calls a listener for each line from now on, the header first, on its own thread, as a `Listening`."""

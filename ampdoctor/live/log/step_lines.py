@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ampdoctor.evidence.log_records import StepLine
@@ -12,6 +13,11 @@ from ampdoctor.live.loop_watch import UpdateAttempt
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import MakeDetail
 
+_AS_READ = (
+    *("step", "loss", "gradient_norm", "norm_local", "norm_clipped", "max_norm", "loss_scale", "skipped"),
+    *("growth_tracker", "micro_steps"),
+)
+"""Fields that a `StepReading` and a `StepLine` share."""
 _MOST = 64
 """Steps of all optimizers that may wait for numbers; numbers of older ones will not come."""
 _ROOT = "(root)"
@@ -77,26 +83,10 @@ class StepLines:
         if (reading.optimizer, reading.step) in self._uncertain:
             del self._uncertain[reading.optimizer, reading.step]
             self._count(reading.optimizer, -int(bool(reading.skipped)))
-        known = {"micro_steps": reading.micro_steps} | self._waiting.pop((reading.optimizer, reading.step), {})
-        self._log.write(
-            StepLine(
-                step=reading.step,
-                optimizer=self._optimizers.get(reading.optimizer, 0),
-                loss=reading.loss,
-                gradient_norm=reading.gradient_norm,
-                norm_local=reading.norm_local,
-                norm_clipped=reading.norm_clipped,
-                max_norm=reading.max_norm,
-                loss_scale=reading.loss_scale,
-                skipped=reading.skipped,
-                growth_tracker=reading.growth_tracker,
-                batch_elements=reading.batch.elements,
-                batch_rms=reading.batch.rms,
-                batch_zero_share=reading.batch.zero_share,
-                batch_fingerprint=reading.batch.fingerprint,
-                **known,
-            )
-        )
+        known = {name: getattr(reading, name) for name in _AS_READ}
+        known |= {f"batch_{field.name}": getattr(reading.batch, field.name) for field in fields(reading.batch)}
+        known |= self._waiting.pop((reading.optimizer, reading.step), {})
+        self._log.write(StepLine(optimizer=self._optimizers.get(reading.optimizer, 0), **known))
 
     def detail(self, make: MakeDetail) -> None:
         """Hands over the tensors' numbers of a step; the log's own thread counts them."""

@@ -7,7 +7,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from ampdoctor.replay.scripts.loops import (
 )
 from ampdoctor.replay.scripts.rewriting import Edits, MainModule
 from ampdoctor.replay.scripts.trying import Loop
-from ampdoctor.replay.snapshot import ProcessState
+from ampdoctor.replay.snapshot import process_settings
 from ampdoctor.replay.user_code import prints_to_nobody, trimmed_traceback, user_code
 from ampdoctor.replay.user_files import is_users_file, users_line
 from ampdoctor.replay.user_modules import factories_in, syntax_sentence
@@ -65,7 +65,7 @@ class Variables:
 
     def __init__(self, seen: Iterable[tuple[str, Any]]) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
-        self.names: dict[int, str] = {}
+        self._names: dict[int, str] = {}
         known, ahead = set[int](), deque(seen)
         for _ in range(_LOOKED_AT):
             if not ahead:
@@ -74,7 +74,7 @@ class Variables:
             if isinstance(value, PLAIN) or id(value) in known:
                 continue
             known.add(id(value))
-            self.names.setdefault(id(value), name)
+            self._names.setdefault(id(value), name)
             if isinstance(value, nn.Module):
                 self.modules.append((name, value))
             else:
@@ -82,7 +82,7 @@ class Variables:
 
     def name_of(self, value: Any, otherwise: str) -> str:
         """Returns an object's name, with dots replaced."""
-        return self.names.get(id(value), otherwise).replace(".", "_")
+        return self._names.get(id(value), otherwise).replace(".", "_")
 
 
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -188,7 +188,7 @@ class Runner:
         self.name, self.path, self.files = name, path, files
         self._environment, self._arguments = environment, arguments
         self._file, self._package = file, package
-        self._process: ProcessState | None = None
+        self._process: Callable[[], None] | None = None
         self._main: MainModule | None = None
         self._has_printed = False
         self._registered = registrations_of(str(file))
@@ -277,8 +277,8 @@ class Runner:
 
     def _new(self, edits: Mapping[str, Edits], arrives: OnArrival, otherwise: Edits | None = None) -> ScriptRun:
         if self._process is None:
-            self._process = ProcessState()
-        self._process.restore()
+            self._process = process_settings()
+        self._process()
         self._registered.undo()
         _leave_process_group()
         seam = LoopHooks(arrives, self.files.closed)
