@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import ampdoctor
+from tests.live.calls.loops import watching
 
 
 class Model(nn.Module):
@@ -44,41 +44,27 @@ class Loop:
 
 def told(tmp_path, train, *sick):
     """The watch of a whole training, as `run` ends it; and what it has said."""
-    reports, sentences = [], []
-    with suppress(SystemExit), ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
-        watch._doctor._on_sentence = sentences.append
+    with suppress(SystemExit), watching(tmp_path) as (reports, sentences, _):
         train(Loop(), batches(*sick))
     assert [said for said in sentences if "watched no more" in said or "recorded no more" in said] == []
     return reports, sentences
 
 
-def leaves(loop, loss):
-    return not torch.isfinite(loss)
+CHECKS = {
+    "leaves": lambda loss: not torch.isfinite(loss),
+    "sees a NaN": lambda loss: bool(torch.isnan(loss).any()),
+    "asks for a number": lambda loss: not math.isfinite(loss.item()),
+    "compares it with itself": lambda loss: loss.detach() != loss,
+}
 
 
-def sees_a_nan(loop, loss):
-    return bool(torch.isnan(loss).any())
-
-
-def asks_for_a_number(loop, loss):
-    return not math.isfinite(loss.item())
-
-
-def compares_it_with_itself(loop, loss):
-    return loss.detach() != loss
-
-
-CHECKS = [leaves, sees_a_nan, asks_for_a_number, compares_it_with_itself]
-
-
-@pytest.mark.parametrize("is_sick", CHECKS, ids=lambda one: one.__name__)
-def test_a_batch_that_is_left_out_is_a_warning_and_the_watch_goes_on(tmp_path, is_sick):
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_batch_that_is_left_out_is_a_warning_and_the_watch_goes_on(tmp_path, check):
     def train(loop, given):
         for x in given:
             loss = loop.loss(x)
-            if is_sick(loop, loss):
-                continue
-            loop.step(loss)
+            if not CHECKS[check](loss):
+                loop.step(loss)
 
     reports, sentences = told(tmp_path, train, 2, 4)
     assert reports == []
@@ -93,7 +79,7 @@ def test_a_training_that_ends_itself_is_looked_at(tmp_path, ends):
     def train(loop, given):
         for x in given:
             loss = loop.loss(x)
-            if leaves(loop, loss):
+            if not torch.isfinite(loss):
                 if ends == "break":
                     break
                 sys.exit(0)
@@ -161,12 +147,8 @@ def ends_early(loop, given):
 @pytest.mark.parametrize(
     "train",
     [
-        evaluates,
-        evaluates_without_gradients,
-        masks,
-        looks_and_uses_it,
-        logs_a_number_of_another_forward,
-        ends_early,
+        *(evaluates, evaluates_without_gradients, masks, looks_and_uses_it),
+        *(logs_a_number_of_another_forward, ends_early),
     ],
     ids=lambda one: one.__name__,
 )

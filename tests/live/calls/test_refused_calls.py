@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import ampdoctor
 from ampdoctor.reports.fix_code import Code, code_of, setting_of
 from ampdoctor.reports.next_step import next_step
+from tests.live.calls.loops import watching
 
 
 def made(*, half):
@@ -23,9 +23,7 @@ class Refused:
     """Trains until the scaler refuses, under watch."""
 
     def __init__(self, tmp_path, loop, *, half=False):
-        self.reports, self.sentences = [], []
-        with ampdoctor.watch(folder=tmp_path / "health", tell=self.reports.append) as watch:
-            watch._doctor._on_sentence = self.sentences.append
+        with watching(tmp_path) as (self.reports, self.sentences, _):
             self.model = made(half=half)
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
             self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-import ampdoctor
 from ampdoctor.hooks.callbacks import on_clip
 from ampdoctor.live.loop_watch import LoopWatch
+from tests.live.calls.loops import Loop, told, watching
 
 
 class Told:
@@ -36,26 +36,6 @@ class Told:
         self.again.append((step, scaled, held_back))
 
 
-class Loop:
-    def __init__(self, **settings):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.SGD(self.parameters, lr=0.01, **settings)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def loss(self, factor=1.0):
-        return self.model(torch.ones(2, 4)).pow(2).mean() * factor
-
-    def backward(self, factor=1.0):
-        self.optimizer.zero_grad()
-        self.scaler.scale(self.loss(factor)).backward()
-
-    def step(self):
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-
 def watched(iteration, steps=3, **settings):
     told = Told()
     with told.watch.watching(), on_clip(told.clipped):
@@ -66,37 +46,23 @@ def watched(iteration, steps=3, **settings):
     return told
 
 
-def by_hand(loop):
-    loop.backward()
-    loop.step()
-    loop.optimizer.step()
+def by_hand(it):
+    it.backward()
+    it.step()
+    it.optimizer.step()
 
 
-def after_a_clipping(loop):
-    loop.backward()
-    loop.step()
-    clip_grad_norm_(loop.parameters, 0.1)
-    loop.optimizer.step()
+SICK = {
+    "by hand": by_hand,
+    "after a clipping": lambda it: (it.backward(), it.step(), clip_grad_norm_(it.parameters, 0.1), it.optimizer.step()),
+    "by the scaler": lambda it: (it.backward(), it.step(), it.step()),
+    "by a closure without a backward": lambda it: (it.backward(), it.step(), it.optimizer.step(lambda: 0.0)),
+}
 
 
-def by_the_scaler(loop):
-    loop.backward()
-    loop.step()
-    loop.step()
-
-
-def by_a_closure_without_a_backward(loop):
-    loop.backward()
-    loop.step()
-    loop.optimizer.step(lambda: 0.0)
-
-
-SICK = [by_hand, after_a_clipping, by_the_scaler, by_a_closure_without_a_backward]
-
-
-@pytest.mark.parametrize("iteration", SICK, ids=lambda one: one.__name__)
-def test_a_second_step_is_told_and_does_not_count(iteration):
-    told = watched(iteration, fused=True)
+@pytest.mark.parametrize("name", SICK)
+def test_a_second_step_is_told_and_does_not_count(name):
+    told = watched(SICK[name], fused=True)
     assert told.steps == [("optimizer", step) for step in range(3)]
     assert told.again == [(step, True, False) for step in range(3)]
 
@@ -107,26 +73,6 @@ def test_a_skip_that_is_bypassed_is_said():
 
 
 # -- healthy -----------------------------------------------------------------------------------------------------------
-
-
-def heavy_ball(loop):
-    loop.loss().backward()  # nothing is cleared
-    loop.optimizer.step()
-
-
-def zeroed_in_place(loop):
-    loop.loss().backward()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad(set_to_none=False)
-    loop.optimizer.step()  # weight decay alone
-
-
-def two_backwards(loop):
-    loop.loss().backward()
-    loop.optimizer.step()
-    loop.loss().backward()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
 
 
 def asked_for_by_grad(loop):
@@ -161,22 +107,29 @@ def sam(loop):
     loop.optimizer.zero_grad()
 
 
-def gradients_are_none(loop):
-    loop.optimizer.step()
-    loop.optimizer.step()
-    loop.backward()
-    loop.step()
-    loop.optimizer.zero_grad()
-    loop.optimizer.step()
+HEALTHY = {
+    "heavy ball": lambda it: (it.loss().backward(), it.optimizer.step()),  # nothing is cleared
+    "zeroed in place": lambda it: (
+        *(it.loss().backward(), it.optimizer.step()),
+        *(it.optimizer.zero_grad(set_to_none=False), it.optimizer.step()),  # weight decay alone
+    ),
+    "two backwards": lambda it: (
+        *(it.loss().backward(), it.optimizer.step(), it.loss().backward(), it.optimizer.step()),
+        it.optimizer.zero_grad(),
+    ),
+    "gradients are None": lambda it: (
+        *(it.optimizer.step(), it.optimizer.step(), it.backward(), it.step()),
+        *(it.optimizer.zero_grad(), it.optimizer.step()),
+    ),
+    "asked for by grad": asked_for_by_grad,
+    "evolution": evolution,
+    "SAM": sam,
+}
 
 
-@pytest.mark.parametrize(
-    "iteration",
-    [heavy_ball, zeroed_in_place, two_backwards, asked_for_by_grad, evolution, sam, gradients_are_none],
-    ids=lambda one: one.__name__,
-)
-def test_what_is_no_second_step_is_not_told(iteration):
-    assert watched(iteration).again == []
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_no_second_step_is_not_told(name):
+    assert watched(HEALTHY[name]).again == []
 
 
 class Twice(torch.optim.SGD):
@@ -223,9 +176,7 @@ def test_optimizers_in_the_backward_step_once_each():
 
 
 def test_run_tells_it_once_with_its_line_and_numbers_the_steps_by_their_backwards(tmp_path):
-    reports, sentences = [], []
-    with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
-        watch._doctor._on_sentence = sentences.append
+    with watching(tmp_path) as (reports, sentences, watch):
         loop = Loop()
         for _ in range(4):
             by_hand(loop)
@@ -240,15 +191,12 @@ def test_run_tells_it_once_with_its_line_and_numbers_the_steps_by_their_backward
 
 
 def test_without_a_scaler_it_is_a_warning_and_no_step_is_sick(tmp_path):
-    reports, sentences = [], []
-    with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
-        watch._doctor._on_sentence = sentences.append
-        loop = Loop()
-        for _ in range(4):
-            loop.optimizer.zero_grad()
-            loop.loss().backward()
-            loop.optimizer.step()
-            loop.optimizer.step()
+    def without_a_scaler(it):
+        it.plain_backward()
+        it.optimizer.step()
+        it.optimizer.step()
+
+    reports, sentences = told(tmp_path, without_a_scaler, steps=4)
     assert reports == []
     (said,) = sentences
     assert said.startswith("warning AMP407: step 0: ")
