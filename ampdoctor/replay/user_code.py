@@ -175,9 +175,12 @@ def prints_to_stderr() -> Iterator[None]:
     """Send what the body writes to `sys.stdout` and to file descriptor 1 to stderr."""
     with contextlib.ExitStack() as stack:
         stack.callback(_flush_stdout)
-        saved = _redirect_descriptor()
-        if saved is not None:
-            stack.callback(_restore_descriptor, saved)
+        _flush_stdout()
+        with contextlib.suppress(OSError):  # no stdout, as in a daemon: nothing can be printed
+            saved = os.dup(1)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, 1)
+            os.dup2(2, 1)
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield
 
@@ -199,25 +202,6 @@ class _Nobody:
         if cls._open is None or cls._open.closed:
             cls._open = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 as said
         return cls._open
-
-
-def _redirect_descriptor() -> int | None:
-    _flush_stdout()
-    try:
-        saved = os.dup(1)
-    except OSError:  # no stdout, as in a daemon: nothing can be printed
-        return None
-    try:
-        os.dup2(2, 1)
-    except OSError:
-        os.close(saved)
-        return None
-    return saved
-
-
-def _restore_descriptor(saved: int) -> None:
-    os.dup2(saved, 1)
-    os.close(saved)
 
 
 def _flush_stdout() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ def tensor_detail(
     values: Tensor,
     index: int,
     *,
-    half: str | None,
-    factor: float | None,
+    half: str | None = None,
+    factor: float | None = None,
     extremes: Tensor | None = None,
     norm: float | None = None,
     scale: float | None = None,
@@ -208,92 +208,60 @@ IndexOf = Callable[[str], int]
 """Returns the index of a tensor's or module's name in the log."""
 
 
+_Seen = tuple[Role, Sampled, Tensor, dict[str, Any]]
+"""A sampled tensor with its values, and the keywords of `tensor_detail`."""
+
+
 @unseen()
 def detail_of(sent: PendingReading, sections: Sections, optimizers: Mapping[str, int], index_of: IndexOf) -> DetailLine:
     """Returns the line of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor."""
     scale = _scale(sent, sections)
     half = _half_of(sent, scale)
-    tensors = (
-        *_gradients(sent, sections, index_of, scale, half),
-        *_parameters(sent, sections, index_of),
-        *_returned(sent, sections, index_of),
-        *_arrived(sent, sections, index_of, scale, half),
+    seen = (
+        *_gradients(sent, sections, scale, half),
+        *_parameters(sent, sections),
+        *_returned(sent, sections),
+        *_arrived(sent, sections, scale, half),
     )
+    tensors = tuple([tensor_detail(role, row, values, index_of(row.name), **more) for role, row, values, more in seen])
     optimizer = optimizers.get(sent.optimizer, 0)
     return DetailLine(
         step=sent.number, reason=sent.reason or "", optimizer=optimizer, loss_scale=scale, tensors=tensors
     )
 
 
-def _gradients(
-    sent: PendingReading, sections: Sections, index_of: IndexOf, scale: float | None, half: str | None
-) -> list[TensorDetail]:
+def _gradients(sent: PendingReading, sections: Sections, scale: float | None, half: str | None) -> Iterator[_Seen]:
     norms = dict(zip(sent.norms, _numbers(sections, "norms"), strict=True))
     extremes = dict(zip(sent.extremes, _joined(sections, "extremes").reshape(-1, 2), strict=True))
     carried = None if sent.unscaled else scale
     kept = _kept_by_clipping(sent, sections)
     factor = None if kept is None else (1.0 if carried is not None else scale or 1.0) / kept
-    return [
-        tensor_detail(
-            "gradient",
-            row,
-            values,
-            index_of(row.name),
-            half=half,
-            factor=factor,
-            extremes=extremes.get(row.name),
-            norm=norms.get(row.name),
-            scale=carried,
-        )
-        for row, values in zip(sent.sampled, cut(sent.sampled, _joined(sections, "gradients")), strict=True)
-    ]
+    shared = {"half": half, "factor": factor, "scale": carried}
+    for row, values in zip(sent.sampled, cut(sent.sampled, _joined(sections, "gradients")), strict=True):
+        yield "gradient", row, values, {**shared, "extremes": extremes.get(row.name), "norm": norms.get(row.name)}
 
 
-def _parameters(sent: PendingReading, sections: Sections, index_of: IndexOf) -> list[TensorDetail]:
+def _parameters(sent: PendingReading, sections: Sections) -> Iterator[_Seen]:
     if sent.updates is None:
-        return []
+        return
     rows = [row for samples in sent.updates.before for row in samples.plan]
     norms = dict(zip(sent.weights, _numbers(sections, "weights"), strict=True))
     before = cut(rows, _joined(sections, "parameters"))
-    taken = "changes" in sections and not _skipped(sent, sections)
     updates: list[Moved | None] = [None] * len(rows)
-    if taken:
+    if "changes" in sections and not _skipped(sent, sections):
         changes = cut(rows, _joined(sections, "changes"))
         random = sent.updates.random
         updates = [moved(values, change, random=random) for values, change in zip(before, changes, strict=True)]
-    return [
-        tensor_detail(
-            "parameter",
-            row,
-            values,
-            index_of(row.name),
-            half=None,
-            factor=None,
-            norm=norms.get(row.name),
-            update=update,
-        )
-        for row, values, update in zip(rows, before, updates, strict=True)
-    ]
+    for row, values, update in zip(rows, before, updates, strict=True):
+        yield "parameter", row, values, {"norm": norms.get(row.name), "update": update}
 
 
-def _returned(sent: PendingReading, sections: Sections, index_of: IndexOf) -> list[TensorDetail]:
+def _returned(sent: PendingReading, sections: Sections) -> Iterator[_Seen]:
     values, norms = sections.get("returned", ()), _numbers(sections, "returned_norm")
     extremes = _joined(sections, "returned_extremes").reshape(-1, 2)
-    return [
-        tensor_detail(
-            "activation",
-            found.sampled,
-            value,
-            index_of(found.sampled.name),
-            half=FORMATS[found.sampled.dtype],
-            factor=1.0,
-            extremes=extreme,
-            norm=norm,
-            part=found.part,
-            call=found.call,
-        )
-        for found, value, extreme, norm in zip(sent.returned, values, extremes, norms, strict=True)
-    ]
+    for found, value, extreme, norm in zip(sent.returned, values, extremes, norms, strict=True):
+        place = {"half": FORMATS[found.sampled.dtype], "factor": 1.0, "part": found.part, "call": found.call}
+        yield "activation", found.sampled, value, {**place, "extremes": extreme, "norm": norm}
 
 
 def _half_of(sent: PendingReading, scale: float | None) -> str | None:
@@ -304,23 +272,10 @@ def _half_of(sent: PendingReading, scale: float | None) -> str | None:
     return next((half for half in ("fp16", "bf16") if half in seen), None if scale is None else "fp16")
 
 
-def _arrived(
-    sent: PendingReading, sections: Sections, index_of: IndexOf, scale: float | None, half: str | None
-) -> list[TensorDetail]:
-    return [
-        tensor_detail(
-            "activation_gradient",
-            found.sampled,
-            values,
-            index_of(found.sampled.name),
-            half=half,
-            factor=1.0,
-            scale=scale,
-            part=found.part,
-            call=found.call,
-        )
-        for found, values in zip(sent.arrived, sections.get("arrived", ()), strict=True)
-    ]
+def _arrived(sent: PendingReading, sections: Sections, scale: float | None, half: str | None) -> Iterator[_Seen]:
+    for found, values in zip(sent.arrived, sections.get("arrived", ()), strict=True):
+        place = {"half": half, "factor": 1.0, "part": found.part, "call": found.call}
+        yield "activation_gradient", found.sampled, values, {**place, "scale": scale}
 
 
 def _gradient_norm(sent: PendingReading, sections: Sections, scale: float | None) -> float | None:

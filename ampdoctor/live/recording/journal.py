@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -16,8 +16,6 @@ from ampdoctor.hooks.nested import map_kind
 from ampdoctor.hooks.program import (
     Backward,
     Call,
-    Clipped,
-    Ended,
     InputRef,
     Instruction,
     Op,
@@ -242,22 +240,13 @@ def spoken(instruction: Instruction, renamed: Callable[[str], str]) -> Instructi
     return instruction
 
 
+_TAKES = frozenset({"args", "kwargs", "loss", "value", "parameters", "roots", "seeds", "inputs"})
+"""Fields of instructions that hold references to what they take."""
+
+
 def _with_references(instruction: Instruction, other: Callable[[Any], Any]) -> Instruction:
-    if isinstance(instruction, Call | Op):
-        args, kwargs = (map_kind(Reference, other, part) for part in (instruction.args, instruction.kwargs))
-        return replace(instruction, args=args, kwargs=kwargs)
-    if isinstance(instruction, Scaled):
-        return replace(instruction, loss=other(instruction.loss))
-    if isinstance(instruction, Ended):
-        return replace(instruction, value=other(instruction.value))
-    if isinstance(instruction, Clipped):
-        return replace(instruction, parameters=tuple(map(other, instruction.parameters)))
-    if isinstance(instruction, Backward):
-        roots, seeds, inputs = (
-            tuple(map(other, p)) for p in (instruction.roots, instruction.seeds, instruction.inputs)
-        )
-        return replace(instruction, roots=roots, seeds=seeds, inputs=inputs)
-    return instruction
+    taken = (field.name for field in fields(instruction) if field.name in _TAKES)
+    return replace(instruction, **{name: map_kind(Reference, other, getattr(instruction, name)) for name in taken})
 
 
 def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
