@@ -411,7 +411,7 @@ def modules_in_fp32(origins: Sequence[NonFiniteOrigin], trials: Trials) -> Itera
         return
     proof = "none can be left out" if minimal else "perhaps not the smallest set"
     cure = attempt(found)
-    yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
+    yield replace(cure, reason=f"{proof}: {len(known)} trials among {len(elements)} modules")
 
 
 def _listed(names: Sequence[str]) -> str:

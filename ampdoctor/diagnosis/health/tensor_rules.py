@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import WATCHED, Rule, rule
+from ampdoctor.diagnosis.catalogue import WATCHED, Rule, figure, rule
 from ampdoctor.diagnosis.health.judge import TENSOR, ahead
 from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.tensor_state import (
@@ -47,8 +47,8 @@ def _gradient_departs(moment: TensorState, thresholds: Thresholds) -> Iterator[F
         yield GRADIENT_DEPARTS.finding(
             "warning",
             f"The gradient of {TENSOR} {'grows' if grows else 'falls away'}: its norm went from {before:.3g} to "
-            f"{now:.3g} over the last {NEW} looks, {by[worst]:.0f} robust deviations {'above' if grows else 'below'} "
-            f"its course before{f', and so did those of {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+            f"{now:.3g} over the last {NEW} looks. That is {by[worst]:.0f} robust deviations "
+            f"{'above' if grows else 'below'} its trend{f', as for {len(hit) - 1} more' if len(hit) > 1 else ''}.",
             where=moment.where(rows[worst], "backward"),
             also=tuple(moment.where(rows[i], "backward") for i in hit[1:]),
             evidence={
@@ -73,12 +73,11 @@ def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Itera
     hit = np.flatnonzero(alive & zero)
     if not len(hit):
         return
-    was, more = float(before[hit[0], -1]), f"; so have those of {len(hit) - 1} more" if len(hit) > 1 else ""
+    was, more = float(before[hit[0], -1]), f", as have {len(hit) - 1} more" if len(hit) > 1 else ""
     yield GRADIENT_DEPARTS.finding(
         "warning",
-        f"The gradient of {TENSOR} has become zero: every element of it in the last {NEW} looks, after a norm of "
-        f"{was:.3g}{more}. Nothing reaches it any more, and "
-        "it stops learning.",
+        f"The gradient of {TENSOR} has become exactly zero in the last {NEW} looks, after a norm of {was:.3g}{more}. "
+        "It no longer learns.",
         where=moment.where(rows[hit[0]], "backward"),
         also=tuple(moment.where(rows[i], "backward") for i in hit[1:]),
         evidence={"first": "gradient", "norm": 0.0, "norm_before": was, "tensors": len(hit)},
@@ -154,9 +153,9 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
     now = float(rooms[worst, -1])
     overflowed = now <= 0 or bool((moment.values("nonfinite", rows[worst : worst + 1])[:, -HEADROOM_LOOKS:] > 0).any())
     said = (
-        "has overflowed its format's largest number"
+        "has overflowed its dtype"
         if overflowed
-        else f"is {2.0**now:.3g} times smaller than its format's largest number, and grows: it overflows "
+        else f"is {figure(2.0**now)} times smaller than the largest value of its dtype, and grows: it overflows "
         f"{ahead(float(left[worst]))}"
     )
     severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT_NEAR] else "note"
@@ -183,7 +182,7 @@ UNDERFLOW_LOOKS = (8, 5)
 """Looks over which a drift is measured: a slow one shows over many looks, a fast one must be reported after a few."""
 _FIT = 0.8  # least share of the variance that the line must explain: a drift, not noise
 _WIDE = ("fp64", "fp32", "tf32", "bf16")  # no gradient of a training underflows in these formats
-_SAID = {"flushed_share": "becomes zero in the half format", "zero_share": "is zero"}
+_SAID = {"flushed_share": "becomes zero in fp16", "zero_share": "is zero"}
 """The measures, in this order, and their words in the message."""
 _RESOLVED = 1e-4  # a sample does not resolve a smaller share
 
@@ -229,15 +228,15 @@ def _spreads(
             continue
         worst = hit[np.argmax(now[hit])] if severity == "warning" else hit[np.argmin(left[hit])]
         becomes = (
-            f"above the {harmful:.0%} from which layers stop learning"
+            f"from {harmful:.0%} on layers stop learning"
             if severity == "warning"
             else f"at this drift it passes {harmful:.0%} {ahead(float(left[worst]))}"
         )
         yield UNDERFLOW_SPREADS.finding(
             "warning" if severity == "warning" else "note",
-            f"{now[worst]:.2%} of the gradient of {TENSOR} {_SAID[measure]}, after {then[worst]:.2%} "
-            f"{moment.line.step - int(moment.steps[-looks]):,} steps ago: {becomes}"
-            f"{f'; so do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+            f"{now[worst]:.2%} of the gradient of {TENSOR} {_SAID[measure]}; "
+            f"{moment.line.step - int(moment.steps[-looks]):,} steps ago it was {then[worst]:.2%}: {becomes}"
+            f"{f', as do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
             where=moment.where(rows[worst], "backward"),
             also=tuple(moment.where(rows[i], "backward") for i in hit if i != worst),
             evidence={
@@ -304,9 +303,8 @@ def _updates_lost(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     name = moment.formats[rows[worst]]
     yield UPDATES_LOST.finding(
         "warning",
-        f"{of_all[-1]:.0%} of the {name} weights that have a gradient are left as they were by the step "
-        f"({lost[worst, -1]:.0%} of {TENSOR}), and so it was in the last {NEW} looks: updates of less than half their "
-        "spacing are rounded away.",
+        f"In the last {NEW} looks {of_all[-1]:.0%} of the {name} weights that have a gradient did not move "
+        f"({lost[worst, -1]:.0%} of {TENSOR}): their updates are too small for {name} and are rounded away.",
         where=moment.where(rows[worst]),
         also=tuple(moment.where(rows[i]) for i in hit),
         evidence={
@@ -346,8 +344,8 @@ def _stands_still(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     usual = float(np.median(ratios[worst, :-NEW]))
     yield STANDS_STILL.finding(
         "warning",
-        f"{TENSOR} has a gradient and has not moved in the last {NEW} looks; before, a step moved it by {usual:.2g} "
-        f"of its norm{f'; so it is with {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+        f"{TENSOR} has a gradient and has not moved in the last {NEW} looks. Before, a step moved it by {usual:.2g} "
+        f"of its norm{f', as for {len(hit) - 1} more' if len(hit) > 1 else ''}.",
         where=moment.where(rows[worst]),
         also=tuple(moment.where(rows[i]) for i in hit[1:]),
         evidence={"first": "optimizer", "update_ratio_before": usual, "tensors": len(hit)},
@@ -403,9 +401,9 @@ def _weights_break(moment: TensorState, thresholds: Thresholds, rule: Rule, *, s
     yield rule.finding(
         "warning",
         f"The norm of {TENSOR} has begun to {'grow' if sign > 0 else 'shrink'}: from {worst.before:.4g} to "
-        f"{worst.now:.4g} over the last {'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} "
-        f"robust deviations {'above' if sign > 0 else 'below'} its growth before"
-        f"{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
+        f"{worst.now:.4g} over the last {'look' if worst.looks == 1 else f'{worst.looks} looks'}. That is "
+        f"{worst.by:.0f} robust deviations {'above' if sign > 0 else 'below'} its trend"
+        f"{f', as for {len(found) - 1} more' if len(found) > 1 else ''}.",
         where=moment.where(worst.row),
         also=tuple(moment.where(one.row) for one in found[1:]),
         evidence={

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
-from ampdoctor.diagnosis.replay.nonfinite import HELP
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule, short
+from ampdoctor.diagnosis.replay.nonfinite import HELP, at_step
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Thresholds
@@ -60,18 +60,15 @@ def departing_in_forward(amplified: Sequence[Amplified], thresholds: Thresholds)
 def forward_precision_finding(comparison: Comparison, one: Amplified, far: Sequence[ParameterVsFp32]) -> Finding:
     """Makes the finding at the op whose rounding is the cause; `far` are the parameters with wrong gradients."""
     names = [p.name for p in far]
-    own = "the loss code" if one.source.phase == "loss" else "the model's own forward"
-    module = f"module {one.source.module}" if one.source.module else own
-    suffers = (
-        f"{one.where.op}{f' in module {one.where.module}' if one.where.module not in ('', one.source.module) else ''}"
-    )
-    makes = f"{suffers} makes of it" if one.where != one.source else "makes"
+    elsewhere = one.where.module and one.where.module != one.source.module
+    ops = one.source.op if one.where == one.source else f"{one.source.op}, seen at {one.where.op}"
+    ops = f"{ops} in {one.where.module}" if elsewhere else ops
     whose = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "no parameter"
     return FORWARD_PRECISION.finding(
         "error",
-        f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), "
-        f"and {makes} a value that is {one.error:.0%} away from fp32's; the gradient of {whose} is off by "
-        f"{together(far):.0%} (relative L2)",
+        f"{at_step(one.source)}rounding to {short(one.dtype)} (by {one.rounding:.1g}) changes a value by "
+        f"{one.error:.0%}. "
+        f"The gradient of {whose} is off by {together(far):.0%} (relative L2; {ops}).",
         where=one.source,
         cause="forward_precision",
         evidence={
@@ -101,8 +98,8 @@ def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHO
         return None
     return DEPARTS_IN_HALF.finding(
         "error" if comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
-        f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
-        "L2), and nothing that was looked at explains it",
+        f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative L2); "
+        "no known reason explains it",
         where=Where(step=comparison.step, phase="backward"),
         evidence={
             "gradient_error": comparison.gradient_error,
@@ -131,7 +128,7 @@ def departs(
     phase = phases.get((nonfinite or "grad").partition(":")[0], "optimizer")
     return DEPARTS_IN_HALF.finding(
         "note" if settled else "error" if step is not None else "warning",
-        f"in {precision} {harm}, in fp32 the run is fine, and no measured range explains it: {advice}",
+        f"in {precision} {harm}; in fp32 the run is fine, and no measured range explains it: {advice}",
         where=Where(step=step, phase=phase, nonfinite="none" if step is None else "nan"),
         evidence={"nonfinite": nonfinite, "relative_error": relative_error},
         prescription=prescription,
@@ -178,15 +175,15 @@ def stale_casts_finding(
         return None
     others = f" and {old.weights - 1} more" if old.weights > 1 else ""
     away = (
-        f"{error:.2g} away from those with copies that are made anew (relative L2)"
+        f"{error:.2g} away from those with new copies (relative L2)"
         if anew is None
-        else f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with copies that are made anew"
+        else f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with new copies"
     )
     figures = {"gradient_error": error} | ({} if anew is None else {"gradient_error_with_new_casts": anew})
     return STALE_CASTS.finding(
         _severity(error, thresholds),
-        f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}), and the forwards after "
-        f"that in the same context use the half copies of the old weights: the gradients are {away}",
+        f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}). Later forwards in that "
+        f"context use copies of the old weights: the gradients are {away}.",
         where=old.where,
         cause="stale_casts",
         evidence={**figures, "weights": old.weights, "used_at": old.used_at},

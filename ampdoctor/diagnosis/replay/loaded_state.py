@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_numbers, sentence_of
-from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT
-from ampdoctor.evidence.location import Where
+from ampdoctor.diagnosis.catalogue import figure, rules
+from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, at_step, origin_numbers, sentence_of
+from ampdoctor.diagnosis.scan.tensors import BEYOND_FP16_SAID, FP16_OVERFLOW_AT
+from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Cause, Finding, Prescription
 from ampdoctor.evidence.trace import NonFiniteOrigin, TensorStats
 
@@ -26,7 +27,8 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
     count = stats.nans + stats.infs
     return rules()[STATE_CODES[kind]].finding(
         "error",
-        f"{where.tensor} ({where.op}) holds {count} non-finite values before the first step",
+        f"{at_step(where)}{count:,} of {math.prod(stats.shape):,} values are not finite before the first step "
+        f"({where.op})",
         where=where,
         cause="bad_checkpoint",
         evidence={**_numbers(stats), "finite_amax": stats.amax},
@@ -41,12 +43,11 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
 
 def hand_update_finding(where: Where, number: float | None) -> Finding:
     """Makes the finding for a parameter that an update by hand ruined; `number` is a bad argument of its op."""
-    why = "from finite tensors" if number is None else f"a number among its arguments is {number}"
+    why = "" if number is None else f", with {number} among its arguments"
     cause: Cause = "optimizer_precision" if number is None else "invalid_op"
     return rules()[CODES[cause]].finding(
         "error",
-        f"step {where.step}, optimizer: {where.tensor} is not finite after the loop's own update, where {where.op} "
-        f"makes it so ({why})",
+        f"{at_step(where)}not finite after the loop's own update from finite tensors{why} ({where.op})",
         where=where,
         cause=cause,
         evidence={"number": number},
@@ -66,30 +67,21 @@ def beside_finding(origin: NonFiniteOrigin) -> Finding:
     names = [harm.removeprefix(_BESIDE) for harm in origin.affected]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     cast = _casts_to_half(origin)
+    beside = replace(origin, where=replace(origin.where, tensor=names[0]))
     deed = ", which was cast to fp16 and back" if cast else ""
-    message = f"{sentence_of(origin, 'forward_overflow')}; it stays in {shown}, beside the model{deed}"
-    return _beside_finding(replace(origin.where, tensor=names[0]), message, origin_numbers(origin, ()), cast=cast)
+    message = f"{sentence_of(beside, 'forward_overflow')}. It stays in {shown}, beside the model{deed}."
+    return _beside_finding(beside.where, message, origin_numbers(origin, ()), cast=cast)
 
 
 def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tuple[str, float] | None) -> Finding:
     """Makes the finding for a tensor beside the model, finite after step `since`; `twin` is the model's of its name."""
     cast = twin is not None and not stats.nans and twin[1] >= FP16_OVERFLOW_AT
-    message = (
-        f"{name}, beside the model, was finite after step {since} and holds {stats.nans + stats.infs} non-finite "
-        f"values after step {step}"
-    )
+    kind: NonFinite = "nan" if stats.nans else "inf"
+    where = Where(step=step, phase="optimizer", module=name.rpartition(".")[0], tensor=name, nonfinite=kind)
+    count = f"{stats.nans + stats.infs:,}"
+    message = f"{at_step(where)}{count} values beside the model are not finite, and were after step {since}"
     if cast and twin is not None:
-        message += (
-            f", and {twin[0]} of the model is finite and reaches {twin[1]:.6g}, beyond fp16's largest number, 65504: "
-            "the copy was cast to fp16 and back"
-        )
-    where = Where(
-        step=step,
-        phase="optimizer",
-        module=name.rpartition(".")[0],
-        tensor=name,
-        nonfinite="nan" if stats.nans else "inf",
-    )
+        message += f". {BEYOND_FP16_SAID.format(name=twin[0], amax=figure(twin[1]))}."
     evidence = {**_numbers(stats), "finite_after": since, "nonfinite_after": step}
     return _beside_finding(where, message, evidence, cast=cast)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, rule
+from ampdoctor.diagnosis.catalogue import REPLAYED, figure, rule, scale_text
 from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, cause_of, derivative_beyond, origin_numbers
 from ampdoctor.diagnosis.scan.scaler import starting_scale
 from ampdoctor.evidence.checkpoint_stats import ScalerState, is_dead
@@ -46,7 +46,7 @@ def lost_scale_finding(
     skips = "" if origin is None else ", and every step is skipped"
     return SCALER_MISUSE.finding(
         "warning" if origin is None else "error",
-        f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but "
+        f"the checkpoint's loss scale is {scale_text(lost.scale)} after {lost.growth_tracker:,} clean steps, but "
         f"{starting_scale('the run', own)}{skips}",
         where=where,
         cause="scaler_misuse",
@@ -61,8 +61,8 @@ def unguarded_step_finding(at: NonFiniteOrigin | Where, scale: float | None) -> 
     where = at if isinstance(at, Where) else replace(at.where, phase="optimizer", module="", op="optimizer.step")
     return SCALER_MISUSE.finding(
         "error",
-        f"step {where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
-        "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
+        f"step {where.step}: gradients scaled by {scale_text(scale)} overflow, and "
+        "optimizer.step() uses them; scaler.step(optimizer) would have skipped the step",
         where=where,
         cause="scaler_misuse",
         evidence={"scale": scale} if isinstance(at, Where) else origin_numbers(at, ()),
@@ -75,8 +75,8 @@ def stepped_past_finding(step: int, source: Source | None, scale: float | None) 
     advice = MISUSE_ADVICE["optimizer.step"]
     return SCALER_MISUSE.finding(
         "error",
-        f"step {step}: scaler.unscale_ has divided the gradients, and optimizer.step() uses them past the "
-        "scaler: an update whose gradients overflow is made all the same, which scaler.step(optimizer) skips",
+        f"step {step}: optimizer.step() is called after scaler.unscale_, in place of scaler.step(optimizer). "
+        "An update whose gradients overflow is made, and not skipped.",
         where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
         cause="scaler_misuse",
         evidence={"scale": scale},
@@ -88,17 +88,17 @@ def stepped_past_finding(step: int, source: Source | None, scale: float | None) 
 def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
     """Makes the finding for a second step on the same gradients: an error where it ignores a scaler's skip."""
     advice = MISUSE_ADVICE["optimizer.step again"] if scaled else _ONE_EACH
-    first, harm = "that scaler.step(optimizer) has used", "every update is made twice"
+    first, harm = "that scaler.step(optimizer) has used", "Every update is made twice"
     if held_back:
         first = "with which scaler.step(optimizer) has skipped the update"
-        harm = "gradients that overflowed reach the weights"
+        harm = "Gradients that overflowed reach the weights"
     elif scaled:
         harm += ", and one that the scaler skips is made all the same"
     else:
         first = "of its last update"
     return SCALER_MISUSE.finding(
         "error" if scaled else "warning",
-        f"step {step}: the optimizer steps again on the gradients {first}, with no backward in between: {harm}",
+        f"step {step}: the optimizer steps again on gradients {first}, without a backward in between. {harm}.",
         where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
         cause="scaler_misuse" if scaled else None,
         evidence={"skipped_by_the_scaler": held_back},
@@ -122,9 +122,9 @@ def refused_call_finding(
     """Makes the finding for a call that GradScaler refuses; `past`: because the step was made past it."""
     op = "optimizer.step" if past else f"scaler.{method}"
     help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."
-    message = f"step {step}: the scaler refuses the call of {method}: {raised}"
+    message = f"step {step}: the scaler refuses {method}: {raised}"
     if past:
-        message = f"step {step}: optimizer.step() is called past the scaler, which then refuses {method}: {raised}"
+        message = f"step {step}: after a call of optimizer.step() the scaler refuses {method}: {raised}"
     evidence: dict[str, Any] = {"raised": raised}
     if halves is not None:
         many = halves.count != 1
@@ -172,17 +172,17 @@ def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) 
         done = f"changed (clipped?) {event.edited} gradients while they were still scaled by"
     else:
         op, done = "unscale", "divided its gradients, which were unscaled already, once more by about"
-    return _misuse_finding(comparison, event, op, f"the step {done} {event.scale:g}")
+    return _misuse_finding(comparison, event, op, f"the step {done} {scale_text(event.scale)}")
 
 
 def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...]:
     """Returns other explanations of a misuse; one is right only if a replay with it corrected agrees."""
     used, changed = _first(comparison, _used_scaled), _first(comparison, _changed_scaled)
     if first.where.op in _CLIPPINGS and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
-        said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
+        said = f"the step divided its gradients itself, and scaler.unscale_ again, by {scale_text(changed.scale)}"
         return (_misuse_finding(comparison, changed, "unscale", said),)
     if first.where.op == "optimizer.step" and used and _holds_anothers(comparison, used):
-        said = f"gradients of another optimizer's loss, scaled by {used.scale:g}, were still there when its own came"
+        said = f"gradients of another optimizer's loss, scaled by {scale_text(used.scale)}, were not cleared before"
         return (_misuse_finding(comparison, used, "optimizer.zero_grad", said),)
     return ()
 
@@ -195,20 +195,21 @@ def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_TH
     unscaled = set[str]()  # a fused optimizer divides inside its own step: no unscale event comes first
     for event in comparison.events:
         if event.twice:
-            said = f"a part of the loss goes through scaler.scale twice: it is scaled by {event.twice:g} once too often"
+            said = f"a part of the loss goes through scaler.scale twice, by {scale_text(event.twice)} each time"
             found.append(_misuse_finding(comparison, replace(event, scale=event.twice), "GradScaler.scale", said))
         if not event.scale or (event.scale == 1.0 and not event.misscaled):
             continue
         if event.kind == "unscale":
             unscaled.add(event.optimizer)
         late = event.kind == "optimizer_step" and event.optimizer in unscaled
-        times = f"scaled by {event.scale:g}"
+        times = f"scaled by {scale_text(event.scale)}"
         if event.misscaled and late:
             said = f"{event.misscaled} gradients went on to collect gradients {times} after scaler.unscale_"
             found.append(_misuse_finding(comparison, event, "scaler.unscale_", said))
         elif event.misscaled and (other := [scale for scale in event.scales if scale not in (1.0, event.scale)]):
-            said = f"{event.misscaled} gradients are divided by {event.scale:g}, but were scaled by " + " and ".join(
-                f"{scale:g}" for scale in other
+            said = (
+                f"{event.misscaled} gradients are divided by {scale_text(event.scale)}, but were scaled by "
+                + " and ".join(f"{scale_text(scale)}" for scale in other)
             )
             found.append(_misuse_finding(comparison, event, "scaler.step", said))
         elif event.misscaled:
@@ -229,15 +230,17 @@ def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_T
     scaled = any(event.kind == "scale" for event in comparison.events)
     if comparison.gradient_error <= thresholds[MISUSE_ERROR] or event is None or not scaled:
         return None
-    said = f"gradients were used inside the step, or in a hook, while they were still scaled by {event.scale:g}"
+    said = (
+        f"gradients were used inside the step, or in a hook, while they were still scaled by {scale_text(event.scale)}"
+    )
     return _misuse_finding(comparison, event, "Tensor.grad", said)
 
 
 def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str) -> Finding:
     return SCALER_MISUSE.finding(
         "error",
-        f"step {comparison.step}: {said}; what reaches the optimizer is "
-        f"{comparison.gradient_ratio:.3g} times the fp32 gradient",
+        f"step {comparison.step}: {said}. The optimizer gets {figure(comparison.gradient_ratio)} times the gradient of "
+        "fp32.",
         where=Where(step=comparison.step, phase="optimizer", op=op),
         cause="scaler_misuse",
         evidence={
@@ -292,12 +295,15 @@ def certain_misuse(
 ) -> Finding | None:
     """Returns the finding for an update on scaled gradients, or a clipping (norm before, most after) of them."""
     if still_scaled:
-        op, said = "optimizer.step", f"the step uses {still_scaled} gradients that are still scaled by {scale:g}"
+        op, said = (
+            "optimizer.step",
+            f"the step uses {still_scaled} gradients that are still scaled by {scale_text(scale)}",
+        )
     elif clipped is not None and _shortened(clipped, scale) > MISUSE_RATIO.default:
         op = "clip_grad_norm_"
         said = (
             f"gradients were clipped from norm {clipped[0]:.4g} to {clipped[1]:.4g} while they were still scaled by "
-            f"{scale:g}"
+            f"{scale_text(scale)}"
         )
     else:
         return None
@@ -383,23 +389,25 @@ def _scaled_twice(at: Handling) -> tuple[str, str] | None:
     known = at.after is not None and (at.before is not None or at.by_itself)
     if _divisions(at) or (at.knows_scale and not known):
         return None
-    said = f"a loss of which a part was scaled already is scaled once more, by {at.scale:g}, and unscaled once"
+    said = (
+        f"a loss of which a part was scaled already is scaled once more, by {scale_text(at.scale)}, and unscaled once"
+    )
     return "GradScaler.scale", said
 
 
 def _used_as_scaled(at: Handling) -> tuple[str, str] | None:
     if at.unscaled or at.by_itself or at.after is None or at.after.factor != 1.0:
         return None
-    return "optimizer.step", f"the step uses gradients that are still scaled by {at.scale:g}"
+    return "optimizer.step", f"the step uses gradients that are still scaled by {scale_text(at.scale)}"
 
 
 def _twice_divided(at: Handling) -> tuple[str, str] | None:
     if at.after is None or at.after.norm >= at.scale**-0.5:  # a gradient of usual length was not divided twice
         return None
     if at.unscaled and _divisions(at) and at.scaled_again is None:
-        said = f"the gradients are divided by {at.scale:g} twice: by the scaler and by the loop's own code"
+        said = f"the gradients are divided by {scale_text(at.scale)} twice: by the scaler and by the loop's own code"
     elif not at.unscaled and not at.by_itself and _is_inverse(at.after, at.scale**2, at.clipped):
-        said = f"the loop's own code divides the gradients by {at.scale:g} twice"
+        said = f"the loop's own code divides the gradients by {scale_text(at.scale)} twice"
     else:
         return None
     return "unscale", f"{said}; what reaches the optimizer has norm {at.after.norm:.3g}"
@@ -418,7 +426,7 @@ def _cut_scaled(at: Handling, cuts: Cuts) -> tuple[str, str] | None:
         said = f"gradients were shortened to norm {done.norm:.4g}, in this step as in others,"
     else:
         return None
-    return "gradient clipping", f"{said} while they were still scaled by {at.scale:g}"
+    return "gradient clipping", f"{said} while they were still scaled by {scale_text(at.scale)}"
 
 
 def _divisions(at: Handling) -> int:

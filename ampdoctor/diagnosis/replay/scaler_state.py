@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, judge, rule
+from ampdoctor.diagnosis.catalogue import REPLAYED, judge, rule, scale_text
 from ampdoctor.diagnosis.scan.scaler import (
     DEAD_SCALER,
     FRESH_SCALER,
@@ -40,11 +40,11 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
 
 def unusable_scale_finding(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
     """Makes the finding for a first loss scale, or with `reached` a later one, without a finite inverse in fp32."""
-    falls = f"from {scale:g} the scaler's settings take the loss scale to one that has no finite inverse in fp32"
+    falls = f"from {scale_text(scale)} the scaler's settings lead to a loss scale whose inverse is not finite in fp32"
     return DEAD_SCALER.finding(
         "error",
-        f"{falls if reached else f'the loss scale of {scale:g} has no finite inverse in fp32'}: a step that is "
-        "not skipped writes infinities into the weights",
+        f"{falls if reached else f'the inverse of loss scale {scale_text(scale)} is not finite in fp32'}: "
+        "a step that is not skipped writes Inf into the weights",
         where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
         cause="scaler_collapse" if reached else "bad_checkpoint",
         evidence={"scale": scale},

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import SCANNED, rule
-from ampdoctor.diagnosis.scan.scaler import scale_text
+from ampdoctor.diagnosis.catalogue import SCANNED, figure, rule, scale_text, short
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX, MAX_LISTED, also_of, percent, where_of
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, Largest, TensorChange, Trend
 from ampdoctor.evidence.location import Where
@@ -134,13 +133,13 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
         "error" if share >= thresholds[MOST_STAGNANT] and matrices else "warning" if matrices else "note"
     )
     worst = max(matrices or still, key=lambda t: (t.elements, t.address))
-    reach = worst.reach
+    reach, fmt = worst.reach, short(worst.dtype)
     assert reach is not None  # noqa: S101 - stagnates() holds
     message = (
-        f"{len(still)} of {len(trained)} trained {worst.dtype} weights stand still: in {worst.address} "
-        f"{percent(worst.unchanged / worst.elements)} of the values did not change in {change.steps} steps, because "
-        f"an update of {reach.rms:.2g} is less than half the distance to the next {worst.dtype} number for "
-        f"{percent(1 - reach.changed_by_one)} of them."
+        f"{len(still)} of {len(trained)} trained {fmt} weights stand still: "
+        f"{percent(worst.unchanged / worst.elements)} of {worst.address} did not change in {change.steps:,} steps. "
+        f"For {percent(1 - reach.changed_by_one)} of the values an update of {reach.rms:.2g} is too small to reach the "
+        f"next {fmt} number."
     )
     evidence = {
         "steps": change.steps,
@@ -174,8 +173,8 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
     if idle:
         worst = max(idle, key=lambda t: (t.elements, t.address))
         message = (
-            f"{len(idle)} of {len(weights)} weights did not change at all in {change.steps} steps, {worst.address} "
-            f"first, although the optimizer holds moments for them and one update would change "
+            f"{len(idle)} of {len(weights)} weights did not change in {change.steps:,} steps, {worst.address} first. "
+            "The optimizer holds moments for them: one update would change "
             f"{percent(worst.reach.changed_by_one if worst.reach else 0)} of its values."
         )
     elif len(same) == len(weights) and not any(stagnates(t, thresholds) for t in same):
@@ -243,9 +242,9 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
     severity: Severity = "warning" if any(now.cast_by_autocast for _, now, _, _ in rows) else "note"
     others = f" {len(rows) - 1} more tensors do so later." if len(rows) > 1 else ""
     message = (
-        f"The largest magnitude of {address} has grown from {before:.4g} at {unit} {heading.since} to "
-        f"{largest.amax:.4g} at {unit} {heading.until}; at this rate it meets fp16's 65504 at about {unit} "
-        f"{math.ceil(heading.meets)}.{others}"
+        f"The largest value of {address} has grown from {figure(before)} at {unit} {heading.since:,} to "
+        f"{figure(largest.amax)} at {unit} {heading.until:,}. At this rate it reaches fp16's largest, 65,504, at about "
+        f"{unit} {math.ceil(heading.meets):,}.{others}"
     )
     evidence: dict[str, Any] = {
         "amax": largest.amax,
@@ -353,8 +352,8 @@ def _falling_loss_scale(trend: Trend, thresholds: Thresholds) -> Iterator[Findin
     if heading is None or not heading.soon:
         return
     message = (
-        f"The loss scale has fallen from {scale_text(top)} at {unit} {heading.since} to {scale_text(seen[-1][1])} at "
-        f"{unit} {heading.until}; at this rate it is below 1 at about {unit} {math.ceil(heading.meets)}."
+        f"The loss scale has fallen from {scale_text(top)} at {unit} {heading.since:,} to {scale_text(seen[-1][1])} at "
+        f"{unit} {heading.until:,}. At this rate it is below 1 at about {unit} {math.ceil(heading.meets):,}."
     )
     yield FALLING_LOSS_SCALE.finding(
         "warning",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule, short
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, for_each, where_of
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
@@ -107,10 +107,10 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
     starved, examined = sum(m.starved for m in sick), sum(m.examined for m in optimizer.starved)
     size = f"up to {worst.largest / epsilon:.2g}" if epsilon else "infinitely many"
     wide = first.dtype in _SMALLEST
-    lost = f" {first.dtype} does not lose squares of that size: they were in fp16 once." if wide else ""
-    among = f" in {len(sick)} tensors, {first.name} first," if len(sick) > 1 else ""
+    lost = f" {short(first.dtype)} does not lose squares of that size: they were in fp16 once." if wide else ""
+    among = f", in {len(sick)} tensors, {first.name} first" if len(sick) > 1 else ""
     message = (
-        f"{starved} of {examined} second moments in {worst.dtype} are zero where the first moment is not:{among} "
+        f"{starved:,} of {examined:,} second moments in {short(worst.dtype)} are zero where the first is not{among}. "
         f"{worst.name} has {worst.largest:.2g} over eps {epsilon:g} there, an update of {size} learning rates.{lost}"
     )
     evidence = {
@@ -183,12 +183,15 @@ def severity_of_standing(length: float, dtype: str, thresholds: Thresholds) -> S
     return "warning" if off > 1 / STEP_LIMITS[dtype] else "note"  # below that, the format itself rounds as much
 
 
+def _counted(dtype: str) -> str:
+    return f"Steps are counted in {short(dtype)}, which cannot add 1 to {STEP_LIMITS[dtype]:,g}"
+
+
 def standing_words(dtype: str, count: float, length: float) -> str:
     """Formats the effect of a stuck counter."""
     return (
-        f"Steps are counted in {dtype}, which cannot add 1 to {STEP_LIMITS[dtype]:g}: the count stands still at "
-        f"{count:g}, and Adam's bias correction with it, so that updates are {length:.3g} times as long as they should "
-        "be for ever."
+        f"{_counted(dtype)}: the count stands still at {count:,g}, and Adam's bias correction with it. "
+        f"Updates stay {length:.3g} times as long as they should be."
     )
 
 
@@ -208,7 +211,7 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         length = max(lengths, key=lambda one: abs(one - 1), default=1.0)
         severity: Severity = "note"
         ends = "will stop there" if last < limit else "goes on where torch loads it, as fp32 for a fused optimizer"
-        message = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g} and {ends}."
+        message = f"{_counted(dtype)}: the count is {last:,g} and {ends}."
         if last >= limit and not all(group.fused for group in optimizer.groups):
             severity, message = severity_of_standing(length, dtype, thresholds), standing_words(dtype, last, length)
         places = [_place(counter) for counter in counters] or [Where(phase="optimizer", op="optimizer_state:step")]
@@ -247,8 +250,8 @@ def _epsilon_lost(summary: CheckpointSummary, optimizer: OptimizerSummary, _: Th
     if not lost or len(halves) < 2 or not all(halves):
         return
     message = (
-        f"eps {lost[0].epsilon:g} becomes zero in fp16, in which weights and second moments are kept: "
-        "where a gradient's square flushes to zero, the update is 0 / 0 or infinite."
+        f"eps {lost[0].epsilon:g} is zero in fp16, the dtype of the weights and second moments. "
+        "Where a gradient's square is zero too, the update is 0 / 0 or infinite."
     )
     yield EPSILON_LOST.finding(
         "warning",

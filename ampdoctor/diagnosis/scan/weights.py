@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import SCANNED, rule
+from ampdoctor.diagnosis.catalogue import SCANNED, rule, short
 from ampdoctor.diagnosis.scan.tensors import (
     FP16_MAX,
     MAX_LISTED,
@@ -49,8 +49,8 @@ def _lossy_cast(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[
         yield LOSSY_CAST_RULE.finding(
             "warning" if erased else "note",
             f"A cast to {' or '.join(names)} would change {count_of(cast, verb='')} by more than {bound}, most of all "
-            f"{label(worst)}: in {loss.format} {percent(loss.flushed)} of its nonzero values become zero, "
-            f"{percent(loss.subnormal)} subnormal, relative error {loss.relative_error:.2g}{_sampled(worst)}.",
+            f"{label(worst)}. In {loss.format} {percent(loss.flushed)} of its nonzero values become zero and "
+            f"{percent(loss.subnormal)} subnormal; the relative error is {loss.relative_error:.2g}{_sampled(worst)}.",
             where=where_of(worst, summary.global_step),
             also=also_of(worst, cast),
             evidence={
@@ -91,10 +91,10 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         SATURATED_VALUES,
         clamped,
         lambda t: (
-            f"{t.at_max} of {t.examined} values of {label(t)} are exactly {t.amax:.6g}, the largest {t.dtype} number: "
-            "they were clamped."
+            f"{t.at_max:,} of {t.examined:,} values of {label(t)} are exactly {t.amax:,.6g}, the largest value of "
+            f"{short(t.dtype)}: they were clamped."
         ),
-        "were clamped to their format's largest number",
+        "were clamped to the largest value of their dtype",
         severity=WARNING,
         more=lambda t: {"at_max": t.at_max},
     )
@@ -103,8 +103,8 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         SATURATED_VALUES,
         [t for t in summary.tensors if _clamped_before(t)],
         lambda t: (
-            f"The largest value of {label(t)} is exactly 65504, fp16's largest number, in a {t.dtype} tensor: it was "
-            "clamped to fp16 and stored wider."
+            f"The largest value of {label(t)} in {short(t.dtype)} is exactly 65,504, fp16's largest: it was clamped to "
+            "fp16 and stored wider."
         ),
         "were clamped to fp16 and stored wider",
         severity=WARNING,
@@ -161,9 +161,8 @@ def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
     value = _initial(worst)
     are, their = ("1 weight is", "its") if len(stuck) == 1 else (f"{len(stuck)} weights are", "their")
     message = (
-        f"{are} exactly constant although {their} moments say that gradients "
-        f"arrive: all {worst.examined} values of {address(worst)} are {value:.6g}, and its next update reaches "
-        f"{update:.2g}."
+        f"{are} exactly constant, and {their} moments show that gradients arrive. "
+        f"All {worst.examined:,} values of {address(worst)} are {value:.6g}, and its next update reaches {update:.2g}."
     )
     evidence = {"value": value, "update": update, "tensors": len(stuck), "listed": listed([t for t, _ in stuck])}
     yield UNMOVED_WEIGHT.finding(
