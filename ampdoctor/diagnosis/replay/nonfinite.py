@@ -46,9 +46,8 @@ CODES: Mapping[Cause, str] = {
 STATE_CODES: Mapping[str, str] = {"param": "AMP101", "buffer": "AMP102", "optimizer_state": "AMP103"}
 HELP: Mapping[Cause, str] = {
     "bad_checkpoint": "Go back to a checkpoint from before the value was saved, or repair that tensor.",
-    "bad_data": "Check or drop this batch in the data pipeline; rescale inputs that the compute format cannot hold.",
-    "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least "
-    "1e-7).",
+    "bad_data": "Check or drop this batch in the data pipeline; scale inputs down that do not fit the dtype.",
+    "invalid_op": "Guard the operand: clamp it, or use an epsilon that is not zero in the dtype (fp16: at least 1e-7).",
     "kernel_defect": "Try another kernel: attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), "
     "torch.backends.cudnn.enabled = False, torch.backends.mkldnn.enabled = False (oneDNN), or the op written in "
     "torch's own; fp32 and another shape run another kernel too. Report it with the shapes and the dtype.",
@@ -56,7 +55,7 @@ HELP: Mapping[Cause, str] = {
     "forward.",
     "forward_precision": "Compute this in fp32, and count (positions, ids, steps) in integers; no loss scale helps a "
     "forward.",
-    "backward_overflow": "Run this op in fp32: its derivative does not fit the compute format.",
+    "backward_overflow": "Run this op in fp32: its derivative does not fit the dtype.",
     "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",
     "scaler_collapse": "No loss scale works: use bf16, or bring the loss's own factor down.",
     "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
@@ -385,7 +384,8 @@ def _first_of(origin: NonFiniteOrigin) -> str:
     first = origin.outputs[0] if origin.outputs else None
     if first is None or not origin.index:
         return ""
-    at = f"{origin.where.tensor or 'batch'}[{', '.join(map(str, origin.index))}]"
+    name = origin.where.tensor or "batch"
+    at = f"{name if ' ' not in name else 'index '}[{', '.join(map(str, origin.index))}]"
     return f", first at {at} ({first.nans + first.infs:,} of {math.prod(first.shape):,} values)"
 
 
@@ -405,7 +405,7 @@ INVALID_OP = rule("AMP202", REPLAYED)
 BACKWARD_OVERFLOW = rule("AMP203", REPLAYED)
 BAD_DATA = rule("AMP204", REPLAYED)
 
-_BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, look at the learning rate and the data."
+_BEYOND_FLOAT32 = "It does not fit fp32 either: bring the op's inputs down, look at the learning rate and the data."
 
 
 def origin_finding(
@@ -438,7 +438,7 @@ def _help(origin: NonFiniteOrigin, cause: Cause) -> str:
 def origin_numbers(origin: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -> dict[str, Any]:
     """Returns the numbers behind an origin as evidence; `others` are reported with it."""
     verdict = origin.recomputed
-    numbers: dict[str, Any] = {
+    numbers: dict[str, Any] = ({"first_index": list(origin.index)} if origin.index else {}) | {
         "kernel": origin.kernel,
         "origin": origin.came_from,
         "inputs": [_shown(stats) for stats in origin.inputs],
