@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.nonfinite import MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.scale_choice import shrinking_headroom
-from ampdoctor.diagnosis.replay.scaler_misuse import SCALER_MISUSE as MISUSE
-from ampdoctor.diagnosis.replay.scaler_misuse import (
+from ampdoctor.diagnosis.replay.scaler import SCALER_MISUSE as MISUSE
+from ampdoctor.diagnosis.replay.scaler import (
     refused_call_finding,
     stepped_again_finding,
     stepped_past_finding,
     suspicious,
+    unloaded_scale_finding,
 )
-from ampdoctor.diagnosis.replay.scaler_state import unloaded_scale_finding
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     STEPS_AFTER,

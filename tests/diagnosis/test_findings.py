@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.loaded_state import state_finding
-from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding
-from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
+from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_finding, state_finding
+from ampdoctor.diagnosis.replay.scaler import dead_scaler_finding, lost_scale_finding
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Finding

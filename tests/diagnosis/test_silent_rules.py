@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.replay.gradients import (
     starved_finding,
     underflow,
 )
-from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
+from ampdoctor.diagnosis.replay.scaler import misuse, suspected_misuse
 from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StepEvent

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.catalogue import WATCHED, Rule, figure, rule
 from ampdoctor.diagnosis.health.judge import TENSOR, ahead
-from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.tensor_state import (
     LEAST_BEFORE,
     NEW,
@@ -21,6 +21,11 @@ from ampdoctor.diagnosis.health.tensor_state import (
 )
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from ampdoctor.diagnosis.health.tensor_state import np
 
 GRADIENT_DEPARTS = rule("AMP728", WATCHED)
 GRADIENT_DEPARTS_FALLS = GRADIENT_DEPARTS["falls"]
