@@ -28,8 +28,6 @@ else:
     from ampdoctor.diagnosis.health.tensor_state import np
 
 GRADIENT_DEPARTS = rule("AMP728", WATCHED)
-GRADIENT_DEPARTS_FALLS = GRADIENT_DEPARTS["falls"]
-GRADIENT_DEPARTS_GROWS = GRADIENT_DEPARTS["grows"]
 FLOOR = 0.15  # least deviation of a rate, in e-folds a look: gradients of single batches vary as much
 
 
@@ -41,7 +39,7 @@ def _gradient_departs(moment: TensorState, thresholds: Thresholds) -> Iterator[F
     norms = moment.values("norm", rows)
     yield from _vanished(moment, rows, norms)
     found = breaks(norms, FLOOR)
-    for grows, limit in ((False, thresholds[GRADIENT_DEPARTS_FALLS]), (True, thresholds[GRADIENT_DEPARTS_GROWS])):
+    for grows, limit in ((False, thresholds[GRADIENT_DEPARTS["falls"]]), (True, thresholds[GRADIENT_DEPARTS["grows"]])):
         by = found.by if grows else -found.by
         hit = np.flatnonzero(by >= limit)
         if not len(hit):
@@ -90,7 +88,6 @@ def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Itera
 
 
 FACTOR_JUMPS = rule("AMP734", WATCHED)
-FACTOR_JUMPS_LOG2 = FACTOR_JUMPS["log2_change"]
 LEAST_LOOKS = 6
 GROWN = "its values have grown, and those of the next step may overflow"
 SHRUNK = "its values have shrunk, and small ones of the next step may flush to zero"
@@ -108,7 +105,7 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     changes = np.diff(np.log2(scales), axis=1)
     last, before = changes[:, -1], np.abs(changes[:, :-1]).max(axis=1)
-    hit = np.flatnonzero(np.abs(last) >= before + thresholds[FACTOR_JUMPS_LOG2])
+    hit = np.flatnonzero(np.abs(last) >= before + thresholds[FACTOR_JUMPS["log2_change"]])
     if not len(hit):
         return
     worst = hit[np.argmax(np.abs(last[hit]))]
@@ -129,8 +126,6 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
 
 
 HEADROOM_RUNS_OUT = rule("AMP726", WATCHED)
-HEADROOM_RUNS_OUT_NEAR = HEADROOM_RUNS_OUT["near"]
-HEADROOM_RUNS_OUT_HORIZON = HEADROOM_RUNS_OUT["horizon"]
 HEADROOM_LOOKS = 8
 _STEADY = 5  # of the seven changes between eight looks, as many must go down
 _LEAST_DRIFT = 0.5  # powers of two of headroom lost over the looks: less is noise
@@ -151,7 +146,7 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
     lost = medians(rooms[:, :3]) - medians(rooms[:, -3:])
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.where(drift < 0, rooms[:, -1] / -drift, np.inf)
-    hit = np.flatnonzero(steady & (lost >= _LEAST_DRIFT) & (left <= thresholds[HEADROOM_RUNS_OUT_HORIZON]))
+    hit = np.flatnonzero(steady & (lost >= _LEAST_DRIFT) & (left <= thresholds[HEADROOM_RUNS_OUT["horizon"]]))
     if not len(hit):
         return
     worst = hit[np.argmin(left[hit])]
@@ -163,7 +158,7 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
         else f"is {figure(2.0**now)} times smaller than the largest value of its dtype, and grows: it overflows "
         f"{ahead(float(left[worst]))}"
     )
-    severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT_NEAR] else "note"
+    severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT["near"]] else "note"
     yield HEADROOM_RUNS_OUT.finding(
         severity,
         f"The output of {TENSOR} {said}.",
@@ -180,9 +175,6 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
 
 
 UNDERFLOW_SPREADS = rule("AMP725", WATCHED)
-UNDERFLOW_SPREADS_HARMFUL = UNDERFLOW_SPREADS["harmful"]
-UNDERFLOW_SPREADS_RISE = UNDERFLOW_SPREADS["rise"]
-UNDERFLOW_SPREADS_HORIZON = UNDERFLOW_SPREADS["horizon"]
 UNDERFLOW_LOOKS = (8, 5)
 """Looks over which a drift is measured: a slow one shows over many looks, a fast one must be reported after a few."""
 _FIT = 0.8  # least share of the variance that the line must explain: a drift, not noise
@@ -213,7 +205,7 @@ def _spreads(
 
     fp16 zeros from inside a backward look like any other zeros. A share of zeros that was small and rises shows them.
     """
-    looks, now, rise = shares.shape[1], shares[:, -1], thresholds[UNDERFLOW_SPREADS_RISE]
+    looks, now, rise = shares.shape[1], shares[:, -1], thresholds[UNDERFLOW_SPREADS["rise"]]
     if not (now >= rise * np.maximum(shares[:, :3].min(axis=1), _RESOLVED)).any():
         return  # as at most looks; cheaper than the medians
     then = np.maximum(medians(shares[:, :3]), _RESOLVED)
@@ -223,11 +215,11 @@ def _spreads(
     rows, shares, now, then = rows[more], shares[more], now[more], then[more]
     logs = np.log(np.maximum(shares, _RESOLVED))
     drift = slope(moment.steps[-looks:], logs)
-    harmful, risen = thresholds[UNDERFLOW_SPREADS_HARMFUL], (drift > 0) & (_explained(logs) >= _FIT)
+    harmful, risen = thresholds[UNDERFLOW_SPREADS["harmful"]], (drift > 0) & (_explained(logs) >= _FIT)
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.log(harmful / np.maximum(now, _RESOLVED)) / drift
     over = risen & (np.minimum(now, shares[:, -2]) >= harmful)
-    coming = risen & ~over & (now > _RESOLVED) & (now < harmful) & (left <= thresholds[UNDERFLOW_SPREADS_HORIZON])
+    coming = risen & ~over & (now > _RESOLVED) & (now < harmful) & (left <= thresholds[UNDERFLOW_SPREADS["horizon"]])
     for hit, severity in ((np.flatnonzero(over), "warning"), (np.flatnonzero(coming), "note")):
         if not len(hit):
             continue
@@ -325,7 +317,6 @@ _LEAST_MOVE = 1e-6
 """Least move by a step, as a share of the parameter's norm. A bias before a BatchNorm, or a model that has learned all,
 moves less, by rounding errors: it stood still before."""
 STANDS_STILL = rule("AMP727", WATCHED)
-STANDS_STILL_OTHERS = STANDS_STILL["others"]
 
 
 @STANDS_STILL.judges(TensorState)
@@ -340,7 +331,7 @@ def _stands_still(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     moved = (ratios[:, :-NEW] > _LEAST_MOVE).sum(axis=1) >= NEW
     still = (ratios[:, -NEW:] == 0).all(axis=1)
-    if not still.any() or (ratios[:, -NEW:] > 0).all(axis=1).mean() < thresholds[STANDS_STILL_OTHERS]:
+    if not still.any() or (ratios[:, -NEW:] > 0).all(axis=1).mean() < thresholds[STANDS_STILL["others"]]:
         return
     hit = np.flatnonzero(moved & still & _reached(moment, rows))
     if not len(hit):

@@ -15,8 +15,6 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Thr
 from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32, StepEvent
 
 FORWARD_PRECISION = rule("AMP208", REPLAYED)
-FORWARD_DEPARTS = FORWARD_PRECISION["departs"]
-FORWARD_ALONE = FORWARD_PRECISION["alone"]
 
 SLIGHT = 1e-5
 """Share of the norm of all gradients below which a parameter's own is not judged: where the true gradient is zero (the
@@ -33,7 +31,9 @@ def far_alone(
 ) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters with gradients far from fp32's, and farther than `known` by name, the farthest first."""
     least = SLIGHT * comparison.gradient_norm
-    far = [p for p in comparison.parameters if p.expected > least and error_of(p) > thresholds[FORWARD_ALONE]]
+    far = [
+        p for p in comparison.parameters if p.expected > least and error_of(p) > thresholds[FORWARD_PRECISION["alone"]]
+    ]
     return tuple(sorted((p for p in far if error_of(p) > known.get(p.name, 0.0)), key=error_of, reverse=True))
 
 
@@ -52,7 +52,7 @@ def departing_in_forward(amplified: Sequence[Amplified], thresholds: Thresholds)
     """Returns the ops whose results are wrong, in order, one for each op whose rounding causes them."""
     first: dict[object, Amplified] = {}
     for one in amplified:
-        if one.error > thresholds[FORWARD_DEPARTS]:
+        if one.error > thresholds[FORWARD_PRECISION["departs"]]:
             first.setdefault((one.source.module, one.source.op, one.source.source), one)
     return tuple(first.values())
 
@@ -89,7 +89,6 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
 
 DEPARTS_IN_HALF = rule("AMP207", RECOMMENDED)
 GRADIENTS_DEPART = DEPARTS_IN_HALF["relative_error"]
-GRADIENTS_WRONG = DEPARTS_IN_HALF["wrong"]
 
 
 def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
@@ -97,7 +96,7 @@ def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHO
     if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
         return None
     return DEPARTS_IN_HALF.finding(
-        "error" if comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
+        "error" if comparison.gradient_error > thresholds[DEPARTS_IN_HALF["wrong"]] else "warning",
         f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative L2); "
         "no known reason explains it",
         where=Where(step=comparison.step, phase="backward"),
@@ -136,7 +135,6 @@ def departs(
 
 
 STALE_CASTS = rule("AMP210", REPLAYED)
-STALE_BETTER = STALE_CASTS["better"]
 ADVICE = (
     "Enter torch.autocast anew for each forward, and leave it before the weights are written (optimizer.step(), a "
     "swap, an average, a clipping); or call torch.clear_autocast_cache() after each write, or give torch.autocast "
@@ -171,7 +169,7 @@ def stale_casts_finding(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Finding | None:
     """Makes the finding for gradients of old weights; `anew` is their error with new copies, None without fp32."""
-    if not error > (thresholds[STALE_BETTER] * anew if anew is not None else 0.0):
+    if not error > (thresholds[STALE_CASTS["better"]] * anew if anew is not None else 0.0):
         return None
     others = f" and {old.weights - 1} more" if old.weights > 1 else ""
     away = (

@@ -22,8 +22,6 @@ from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32
 GRADIENT_UNDERFLOW = rule("AMP301", MEASURED)
 ZEROED_SHARE = GRADIENT_UNDERFLOW["zeroed_share"]
 ZEROED = GRADIENT_UNDERFLOW["zeroed"]
-SHARE_WARNING = GRADIENT_UNDERFLOW["share_warning"]
-SHARE_BAD = GRADIENT_UNDERFLOW["share_bad"]
 CLEARLY_BETTER = GRADIENT_UNDERFLOW["better"]
 
 LOSSY = 1e-2
@@ -73,9 +71,9 @@ def underflow_seen(
 
 
 def _severity_of_share(flushed: float, thresholds: Thresholds) -> Severity | None:
-    if flushed > thresholds[SHARE_BAD]:
+    if flushed > thresholds[GRADIENT_UNDERFLOW["share_bad"]]:
         return "error"
-    return "warning" if flushed > thresholds[SHARE_WARNING] else None
+    return "warning" if flushed > thresholds[GRADIENT_UNDERFLOW["share_warning"]] else None
 
 
 def underflow_expected(
@@ -163,14 +161,13 @@ def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Sev
 
 
 STARVED_PARAMETERS = rule("AMP304", REPLAYED)
-STARVED_LOST = STARVED_PARAMETERS["lost"]
 
 NAMED = 16  # parameters that the evidence names
 
 
 def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters that get no gradient in any step since fp32 gives one, with their first values."""
-    share = thresholds[STARVED_LOST]
+    share = thresholds[STARVED_PARAMETERS["lost"]]
     first: dict[str, ParameterVsFp32] = {}
     fed: set[str] = set()
     for step in compared:

@@ -401,7 +401,6 @@ def _poison(origin: NonFiniteOrigin) -> str:
 
 
 FORWARD_OVERFLOW = rule("AMP201", REPLAYED)
-DEPARTURE = FORWARD_OVERFLOW["departure"]
 INVALID_OP = rule("AMP202", REPLAYED)
 BACKWARD_OVERFLOW = rule("AMP203", REPLAYED)
 BAD_DATA = rule("AMP204", REPLAYED)
@@ -489,7 +488,7 @@ def is_absorbed(origin: NonFiniteOrigin) -> bool:
 
 def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[NonFiniteOrigin, ...]:
     """Returns overflows that left a finite value behind, but one far from the correct one, both in float64."""
-    most = thresholds[DEPARTURE]
+    most = thresholds[FORWARD_OVERFLOW["departure"]]
     return tuple(origin for origin in trace.origins if not origin.affected and origin.departs > most)
 
 

@@ -107,8 +107,6 @@ def no_valid_scale(
 
 
 SHRINKING_HEADROOM = rule("AMP307", REPLAYED)
-HEADROOM_NEAR = SHRINKING_HEADROOM["near"]
-HEADROOM_AHEAD = SHRINKING_HEADROOM["ahead"]
 
 _SIGNIFICANT = 2.576
 """Standard deviations of Kendall's S that a growth must exceed, 1 % two-sided. Of 8 steps at most 3 of the 28 pairs may
@@ -158,10 +156,10 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
 
 def _heading(rows: Sequence[Headroom], thresholds: Thresholds) -> LinearTrend | None:
     """Returns the trend of an output that grows steadily, significantly and soon beyond its format."""
-    if rows[-1].log2 > thresholds[HEADROOM_NEAR] or not _grows(rows):
+    if rows[-1].log2 > thresholds[SHRINKING_HEADROOM["near"]] or not _grows(rows):
         return None
     way = course([(row.step, row.amax) for row in rows], rows[-1].limit)
-    if way is None or way.meets - way.until > thresholds[HEADROOM_AHEAD] * (way.until - way.since):
+    if way is None or way.meets - way.until > thresholds[SHRINKING_HEADROOM["ahead"]] * (way.until - way.since):
         return None
     return way
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ MISUSE_RATIO = SCALER_MISUSE["ratio"]
 MISUSE_ERROR = SCALER_MISUSE["relative_error"]
 
 
+AT_START = Where(step=0, phase="scaler", op="scaler_state")
 _CLIPPINGS = ("clip_grad_norm_", "gradient clipping")
 _ONE_EACH = "remove the second call: one update for each backward"
 
@@ -44,77 +45,82 @@ class HalfWeights:
     made: Source | None
 
 
+def _misused(
+    where: Where,
+    said: str,
+    evidence: Mapping[str, Any],
+    *,
+    severity: Severity = "error",
+    advice: str = "",
+    cure: Prescription | None = None,
+) -> Finding:
+    """Makes a finding of AMP407; without advice of its own, the order of calls is advised."""
+    return SCALER_MISUSE.finding(
+        severity,
+        f"step {where.step}: {said}",
+        where=where,
+        cause="scaler_misuse",
+        evidence=evidence,
+        advice=f"{advice[0].upper()}{advice[1:]}." if advice else HELP["scaler_misuse"],
+        prescription=cure,
+    )
+
+
 def lost_scale_finding(
     lost: ScalerState, own: float | None, origin: NonFiniteOrigin | None = None, cure: Prescription | None = None
 ) -> Finding:
     """Makes the finding for a checkpoint's settled loss scale that the run (it starts at `own`) does not continue."""
-    where = (
-        Where(step=0, phase="scaler", op="scaler_state") if origin is None else replace(origin.where, phase="scaler")
-    )
-    skips = "" if origin is None else ", and every step is skipped"
-    return SCALER_MISUSE.finding(
-        "warning" if origin is None else "error",
-        f"the checkpoint's loss scale is {scale_text(lost.scale)} after {lost.growth_tracker:,} clean steps, but "
-        f"{starting_scale('the run', own)}{skips}",
-        where=where,
-        cause="scaler_misuse",
-        evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
-        advice="Load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler']).",
-        prescription=cure,
+    settled = f"the checkpoint's loss scale is {scale_text(lost.scale)} after {lost.growth_tracker:,} clean steps"
+    return _misused(
+        AT_START if origin is None else replace(origin.where, phase="scaler"),
+        f"{settled}, but {starting_scale('the run', own)}{'' if origin is None else ', and every step is skipped'}",
+        {"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
+        severity="warning" if origin is None else "error",
+        advice="load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler'])",
+        cure=cure,
     )
 
 
 def unguarded_step_finding(at: NonFiniteOrigin | Where, scale: float | None) -> Finding:
     """Makes the finding for overflowed gradients that reach the weights past the scaler."""
     where = at if isinstance(at, Where) else replace(at.where, phase="optimizer", module="", op="optimizer.step")
-    return SCALER_MISUSE.finding(
-        "error",
-        f"step {where.step}: gradients scaled by {scale_text(scale)} overflow, and "
-        "optimizer.step() uses them; scaler.step(optimizer) would have skipped the step",
-        where=where,
-        cause="scaler_misuse",
-        evidence={"scale": scale} if isinstance(at, Where) else origin_numbers(at, ()),
-        advice=HELP["scaler_misuse"],
-    )
+    said = "overflow, and optimizer.step() uses them; scaler.step(optimizer) would have skipped the step"
+    evidence = {"scale": scale} if isinstance(at, Where) else origin_numbers(at, ())
+    return _misused(where, f"gradients scaled by {scale_text(scale)} {said}", evidence)
 
 
 def stepped_past_finding(step: int, source: Source | None, scale: float | None) -> Finding:
     """Makes the finding for an optimizer that steps past the scaler on gradients that the scaler has unscaled."""
-    advice = MISUSE_ADVICE["optimizer.step"]
-    return SCALER_MISUSE.finding(
-        "error",
-        f"step {step}: optimizer.step() is called after scaler.unscale_, in place of scaler.step(optimizer). "
+    return _misused(
+        Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        "optimizer.step() is called after scaler.unscale_, in place of scaler.step(optimizer). "
         "An update whose gradients overflow is made, and not skipped.",
-        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
-        cause="scaler_misuse",
-        evidence={"scale": scale},
-        advice=HELP["scaler_misuse"],
-        prescription=Prescription.untried(advice, "the calls alone show it"),
+        {"scale": scale},
+        cure=Prescription.untried(MISUSE_ADVICE["optimizer.step"], "the calls alone show it"),
     )
 
 
 def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
     """Makes the finding for a second step on the same gradients: an error where it ignores a scaler's skip."""
     advice = MISUSE_ADVICE["optimizer.step again"] if scaled else _ONE_EACH
-    first, harm = "that scaler.step(optimizer) has used", "Every update is made twice"
+    first, harm = "of its last update", "Every update is made twice"
     if held_back:
         first = "with which scaler.step(optimizer) has skipped the update"
         harm = "Gradients that overflowed reach the weights"
     elif scaled:
+        first = "that scaler.step(optimizer) has used"
         harm += ", and one that the scaler skips is made all the same"
-    else:
-        first = "of its last update"
-    return SCALER_MISUSE.finding(
-        "error" if scaled else "warning",
-        f"step {step}: the optimizer steps again on gradients {first}, without a backward in between. {harm}.",
-        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
-        cause="scaler_misuse" if scaled else None,
-        evidence={"skipped_by_the_scaler": held_back},
-        advice=HELP["scaler_misuse"] if scaled else f"{advice[0].upper()}{advice[1:]}.",
-        prescription=Prescription.untried(
+    found = _misused(
+        Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        f"the optimizer steps again on gradients {first}, without a backward in between. {harm}.",
+        {"skipped_by_the_scaler": held_back},
+        severity="error" if scaled else "warning",
+        advice="" if scaled else advice,
+        cure=Prescription.untried(
             advice, "the calls alone show it: a second update on the same gradients is wrong in every precision"
         ),
     )
+    return found if scaled else replace(found, cause=None)
 
 
 def refused_call_finding(
@@ -128,29 +134,23 @@ def refused_call_finding(
     past: bool = False,
 ) -> Finding:
     """Makes the finding for a call that GradScaler refuses; `past`: because the step was made past it."""
-    op = "optimizer.step" if past else f"scaler.{method}"
-    help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."
-    message = f"step {step}: the scaler refuses {method}: {raised}"
-    if past:
-        message = f"step {step}: after a call of optimizer.step() the scaler refuses {method}: {raised}"
+    said = f"{'after a call of optimizer.step() ' if past else ''}the scaler refuses {method}: {raised}"
     evidence: dict[str, Any] = {"raised": raised}
     if halves is not None:
         many = halves.count != 1
         made = "" if halves.made is None else f", made so at {halves.made.file}:{halves.made.line}"
-        message += (
-            f" {halves.count} trained parameter{'s are' if many else ' is'} in float16,"
+        said += (
+            f" {halves.count:,} trained parameter{'s are' if many else ' is'} in fp16,"
             f"{' the first of them' if many else ''} {halves.first}{made}: a GradScaler needs weights in fp32"
         )
-        evidence = {**evidence, "float16_parameters": halves.count, "first": halves.first}
+        evidence |= {"float16_parameters": halves.count, "first": halves.first}
         source = halves.made or source
-    return SCALER_MISUSE.finding(
-        "error",
-        message,
-        where=Where(step=step, phase="scaler", op=op, source=source),
-        cause="scaler_misuse",
-        evidence=evidence,
-        advice=help_,
-        prescription=Prescription.untried(advice, "the step ends there, so no replay can stand in for it"),
+    return _misused(
+        Where(step=step, phase="scaler", op="optimizer.step" if past else f"scaler.{method}", source=source),
+        said,
+        evidence,
+        advice=advice if advice in NOT_THE_ORDER else "",
+        cure=Prescription.untried(advice, "the step ends there, so no replay can stand in for it"),
     )
 
 
@@ -245,22 +245,13 @@ def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_T
 
 
 def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str) -> Finding:
-    return SCALER_MISUSE.finding(
-        "error",
-        f"step {comparison.step}: {said}. The optimizer gets {figure(comparison.gradient_ratio)} times the gradient of "
-        "fp32.",
-        where=Where(step=comparison.step, phase="optimizer", op=op),
-        cause="scaler_misuse",
-        evidence={
-            "scale": event.scale,
-            "gradient_ratio": comparison.gradient_ratio,
-            "gradient_error": comparison.gradient_error,
-            "edited": event.edited,
-            "unscaled": event.unscaled,
-            "misscaled": event.misscaled,
-            "scales": list(event.scales),
-        },
-        advice=HELP["scaler_misuse"],
+    own = ("scale", "edited", "unscaled", "misscaled")
+    return _misused(
+        Where(step=comparison.step, phase="optimizer", op=op),
+        f"{said}. The optimizer gets {figure(comparison.gradient_ratio)} times the gradient of fp32.",
+        {"gradient_ratio": comparison.gradient_ratio, "gradient_error": comparison.gradient_error}
+        | {name: getattr(event, name) for name in own}
+        | {"scales": list(event.scales)},
     )
 
 
@@ -327,15 +318,7 @@ def certain_misuse(
 
 
 def _finding(step: int, op: str, said: str, source: Source | None, evidence: dict[str, Any]) -> Finding:
-    advice = MISUSE_ADVICE[op]
-    return SCALER_MISUSE.finding(
-        "error",
-        f"step {step}: {said}",
-        where=Where(step=step, phase="optimizer", op=op, source=source),
-        cause="scaler_misuse",
-        evidence=evidence,
-        advice=f"{advice[0].upper()}{advice[1:]}.",
-    )
+    return _misused(Where(step=step, phase="optimizer", op=op, source=source), said, evidence, advice=MISUSE_ADVICE[op])
 
 
 def _shortened(clipped: tuple[float, float], scale: float) -> float:
@@ -525,8 +508,6 @@ def scale_kills(origin: NonFiniteOrigin, scale: float | None) -> bool:
 
 
 # -- a run's own loss scaler before its first step: dead, with wrong settings, or overwritten --
-
-AT_START = Where(step=0, phase="scaler", op="scaler_state")
 
 
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:

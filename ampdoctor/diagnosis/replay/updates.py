@@ -18,7 +18,6 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StateVsFp32
 
 OPTIMIZER_PRECISION = rule("AMP501", REPLAYED)
-STALLED = OPTIMIZER_PRECISION["stalled"]
 
 LOST_SHARE = 0.5  # lost share of the update from which something is advised
 ROUNDS_TO_NEAREST = "torch.optim."
@@ -46,7 +45,7 @@ def stagnation(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOL
 
 def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> Stagnation | None:
     """Returns the same for the updates of one step, all trained half tensors together."""
-    share = thresholds[STALLED]
+    share = thresholds[OPTIMIZER_PRECISION["stalled"]]
     group = [u for u in updates if u.trained and u.moved]
     moved, stalled = sum(u.moved for u in group), sum(u.stalled for u in group)
     size = math.fsum(u.size**2 for u in group)
@@ -241,7 +240,6 @@ def within(run: Sequence[Comparison], since: int) -> str:
 
 
 FROZEN_PARAMETERS = rule("AMP506", REPLAYED)
-FROZEN_SHARE = FROZEN_PARAMETERS["share"]
 
 FROZEN_NOTED = 1e-3  # share of the squared gradient below which tensors of several elements are not reported
 FROZEN_ALONE = 1e-6
@@ -267,7 +265,7 @@ def severity_of_frozen(
 ) -> Severity:
     """Returns "error" where one has a single element or their share is large, else "note"."""
     own = any(p.looked_at == 1 for p in parameters)
-    large = share_of(compared, [p.name for p in parameters]) >= thresholds[FROZEN_SHARE]
+    large = share_of(compared, [p.name for p in parameters]) >= thresholds[FROZEN_PARAMETERS["share"]]
     return "error" if own or large else "note"
 
 

@@ -103,8 +103,6 @@ def _slope(line: Sequence[tuple[int, float]]) -> float:
 
 STAGNANT_WEIGHTS = rule("AMP712", SCANNED)
 STILL = STAGNANT_WEIGHTS["stalled"]
-WOULD_MOVE = STAGNANT_WEIGHTS["would_move"]
-MOST_STAGNANT = STAGNANT_WEIGHTS["most"]
 
 
 def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
@@ -114,7 +112,7 @@ def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
         tensor.pure_half
         and reach is not None
         and tensor.unchanged >= still * tensor.elements
-        and reach.changed_by_many >= thresholds[WOULD_MOVE]
+        and reach.changed_by_many >= thresholds[STAGNANT_WEIGHTS["would_move"]]
         and reach.changed_by_one <= (1 - still) * reach.changed_by_many
     )
 
@@ -130,7 +128,7 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
     share = elements_of(still) / elements_of(trained)
     matrices = [t for t in still if len(t.shape) >= 2]
     severity: Severity = (
-        "error" if share >= thresholds[MOST_STAGNANT] and matrices else "warning" if matrices else "note"
+        "error" if share >= thresholds[STAGNANT_WEIGHTS["most"]] and matrices else "warning" if matrices else "note"
     )
     worst = max(matrices or still, key=lambda t: (t.elements, t.address))
     reach, fmt = worst.reach, short(worst.dtype)
@@ -159,7 +157,6 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
 
 
 UNMOVED_WEIGHTS = rule("AMP713", SCANNED)
-IDLE_WOULD_MOVE = UNMOVED_WEIGHTS["would_move"]
 
 
 @UNMOVED_WEIGHTS.judges(CheckpointChange)
@@ -168,7 +165,7 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
     if not weights or not change.steps or change.steps < 0:
         return
     same = [t for t in weights if t.unchanged == t.elements and not t.nonfinite]
-    least = thresholds[IDLE_WOULD_MOVE]
+    least = thresholds[UNMOVED_WEIGHTS["would_move"]]
     idle = [t for t in same if t.moments and t.reach is not None and t.reach.changed_by_one >= least]
     if idle:
         worst = max(idle, key=lambda t: (t.elements, t.address))
@@ -335,7 +332,6 @@ def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
 
 
 FALLING_LOSS_SCALE = rule("AMP711", SCANNED)
-SCALE_FALL = FALLING_LOSS_SCALE["fall"]
 
 
 @FALLING_LOSS_SCALE.judges(Trend)
@@ -346,7 +342,7 @@ def _falling_loss_scale(trend: Trend, thresholds: Thresholds) -> Iterator[Findin
     top = max((scale for _, scale in seen), default=0.0)
     start = max((at for at, (_, scale) in enumerate(seen) if scale == top), default=0)
     seen = seen[start:]
-    if len(seen) < LEAST_POINTS or math.log2(top) - math.log2(seen[-1][1]) < thresholds[SCALE_FALL]:
+    if len(seen) < LEAST_POINTS or math.log2(top) - math.log2(seen[-1][1]) < thresholds[FALLING_LOSS_SCALE["fall"]]:
         return
     heading = course(seen, 1.0)
     if heading is None or not heading.soon:

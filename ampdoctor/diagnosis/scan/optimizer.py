@@ -66,8 +66,6 @@ def _odd(group: OptimizerGroup) -> list[str]:
 
 
 SECOND_MOMENT_FLUSHED = rule("AMP502", SCANNED)
-LARGEST_UPDATE = SECOND_MOMENT_FLUSHED["update"]
-MANY_STARVED = SECOND_MOMENT_FLUSHED["starved"]
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 """Smallest normal number of the formats in which only a conversion loses an ordinary square."""
@@ -99,7 +97,7 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
     if not epsilons or maxima or not math.isfinite(max(epsilons)) or max(epsilons) < 0:
         return
     epsilon = max(epsilons)
-    harmful = thresholds[LARGEST_UPDATE] * epsilon
+    harmful = thresholds[SECOND_MOMENT_FLUSHED["update"]] * epsilon
     sick = [m for m in optimizer.starved if m.largest > harmful and not _by_itself(m, optimizer)]
     if not sick:
         return
@@ -124,7 +122,7 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         ],
     }
     yield SECOND_MOMENT_FLUSHED.finding(
-        "error" if starved >= thresholds[MANY_STARVED] * examined else "warning",
+        "error" if starved >= thresholds[SECOND_MOMENT_FLUSHED["starved"]] * examined else "warning",
         message,
         where=Where(
             phase="optimizer",
@@ -161,7 +159,6 @@ def _place(tensor: TensorSummary | ZeroSecondMoment) -> Where:
 
 
 STEP_COUNTERS = rule("AMP504", SCANNED)
-WRONG_UPDATE = STEP_COUNTERS["update"]
 
 STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
 """Whole number to which 1 can no longer be added: 2 ** significant bits."""
@@ -178,7 +175,7 @@ def length_at(count: float, betas: Sequence[float]) -> float:
 def severity_of_standing(length: float, dtype: str, thresholds: Thresholds) -> Severity:
     """Returns how bad a stuck counter is, from `length_at` and the counter's format (without "torch.")."""
     off = abs(length - 1)
-    if off >= thresholds[WRONG_UPDATE]:
+    if off >= thresholds[STEP_COUNTERS["update"]]:
         return "error"
     return "warning" if off > 1 / STEP_LIMITS[dtype] else "note"  # below that, the format itself rounds as much
 

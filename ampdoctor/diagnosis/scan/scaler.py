@@ -156,7 +156,6 @@ def _dead_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]
 
 
 COLLAPSED_SCALER = rule("AMP402", SCANNED, ruins_checkpoint=True)
-COLLAPSED_ERROR = COLLAPSED_SCALER["relative_error"]
 FALLING = COLLAPSED_SCALER["falls"]
 
 JUST_FALLEN = 10
@@ -175,7 +174,7 @@ def typical_gradient(log: LogTail | None, weights: int) -> float:
 
 def collapse_severity(scaler: ScalerState, element: float, step: int | None, thresholds: Thresholds) -> Severity:
     """Returns how bad a scale below 1 is after `step` steps: an error if it still falls, or its rounding is harmful."""
-    harmful = _error_of(scaler, element) >= thresholds[COLLAPSED_ERROR]
+    harmful = _error_of(scaler, element) >= thresholds[COLLAPSED_SCALER["relative_error"]]
     return "error" if harmful or _is_falling(scaler, step, thresholds) else "warning"
 
 
@@ -290,7 +289,6 @@ def _frozen_scaler(summary: CheckpointSummary, scaler: ScalerState, _: Threshold
 
 
 MISSING_SCALER = rule("AMP410", SCANNED)
-MOSTLY_FLUSHED = MISSING_SCALER["zeros"]
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})  # state that is zero where no gradient ever arrived
 
@@ -305,7 +303,7 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
         return
     halves = all(t.dtype == "float16" for t in moments)
     zeros = statistics.median(t.zeros / max(t.counted, 1) for t in moments)
-    flushed = halves and zeros >= thresholds[MOSTLY_FLUSHED]
+    flushed = halves and zeros >= thresholds[MISSING_SCALER["zeros"]]
     why = (
         "The moments are in fp16 too, so no GradScaler scaled the gradients: it refuses fp16 weights."
         if halves
@@ -330,9 +328,6 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
 # Of the causes only a loss scale so small, or missing, that all of them flush in fp16 leaves traces in a checkpoint.
 
 
-WITHIN_REACH = GRADIENTS_VANISHED["reach"]
-
-
 def explained_zeros(finding: Finding, summary: CheckpointSummary, thresholds: Thresholds) -> Finding:
     """Returns the log's finding with the cause that the checkpoint shows; a note stays as it is."""
     if finding.severity == "note":
@@ -344,7 +339,7 @@ def explained_zeros(finding: Finding, summary: CheckpointSummary, thresholds: Th
     numbers: dict[str, float | None] = {"typical_gradient_before": typical}
     scale = summary.scalers[0].scale if summary.scalers else log.scale
     bound = FP16_FLUSH_AT if scale is None else FP16_FLUSH_AT / scale if scale > 0 else math.inf
-    flushing = typical is None or bound >= typical / thresholds[WITHIN_REACH]
+    flushing = typical is None or bound >= typical / thresholds[GRADIENTS_VANISHED["reach"]]
     flush = f"gradients up to {bound:.2g} become zero"
     beside = _beside(typical)
     matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]

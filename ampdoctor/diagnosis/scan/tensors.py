@@ -466,13 +466,12 @@ def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], sev
 
 
 IMPOSSIBLE_VALUE = rule("AMP106", SCANNED, ruins_checkpoint=True)
-BATCH_NORM_EPSILON = IMPOSSIBLE_VALUE["epsilon"]
 
 
 @IMPOSSIBLE_VALUE.judges(CheckpointSummary)
 def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     def severity(tensors: Sequence[TensorSummary]) -> Severity:
-        least = -thresholds[BATCH_NORM_EPSILON]
+        least = -thresholds[IMPOSSIBLE_VALUE["epsilon"]]
         harmless = all(t.entry == "running_var" and (t.lowest or 0.0) >= least for t in tensors)
         return "warning" if harmless else "error"
 
@@ -502,7 +501,6 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
 
 
 WRONG_BUFFER = rule("AMP110", SCANNED, ruins_checkpoint=True)
-FEW_DISPLACED = WRONG_BUFFER["displaced"]
 
 
 @WRONG_BUFFER.judges(CheckpointSummary)
@@ -523,7 +521,7 @@ def _wrong_buffer(summary: CheckpointSummary, thresholds: Thresholds) -> Iterato
         yield _buffer(summary, tensor, f"{what}: {harm}.", {"elements": tensor.examined})
     for table in summary.indices:
         numel = math.prod(table.shape)
-        if table.displaced and (table.rounded_as or table.displaced <= thresholds[FEW_DISPLACED] * numel):
+        if table.displaced and (table.rounded_as or table.displaced <= thresholds[WRONG_BUFFER["displaced"]] * numel):
             why = f", as a cast to {table.rounded_as} rounds them" if table.rounded_as else ""
             message = (
                 f"{table.displaced:,} of {numel:,} positions of {address(table)} are not the number of their place"
@@ -545,7 +543,6 @@ def _buffer(
 
 
 EMPTY_MODEL = rule("AMP112", SCANNED)
-LEAST_ELEMENTS = EMPTY_MODEL["elements"]
 
 _ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
 """DeepSpeed's file of a rank: with ZeRO-3, its weights are in pieces in the optimizer's files (AMP112)."""
@@ -563,7 +560,7 @@ def _empty_model(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
             "before they were gathered from the processes that hold them."
         )
         shown = hollow
-    elif len(matrices) >= 2 and all(t.blank for t in matrices) and elements >= thresholds[LEAST_ELEMENTS]:
+    elif len(matrices) >= 2 and all(t.blank for t in matrices) and elements >= thresholds[EMPTY_MODEL["elements"]]:
         message = f"All {len(matrices):,} matrices of the model are exactly zero, {address(matrices[0])} first."
         shown = matrices
     else:

@@ -28,7 +28,6 @@ from ampdoctor.evidence.thresholds import Thresholds
 
 LOSSY_CAST_RULE = rule("AMP105", SCANNED)
 LOSSY_CAST = LOSSY_CAST_RULE["relative_error"]
-ERASED_BY_CAST = LOSSY_CAST_RULE["erased"]
 
 _HALF = ("fp16", "bf16")  # casts without a scale (AMP105); fp8 always has one
 
@@ -44,7 +43,7 @@ def _lossy_cast(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[
         names = sorted({found.format for _, found in lossy}, reverse=True)
         by_format = {name: [cast_row(t, name) for t, found in lossy if found.format == name] for name in names}
         cast = list({id(t): t for t, _ in lossy}.values())
-        erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[ERASED_BY_CAST] for t, found in lossy)
+        erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[LOSSY_CAST_RULE["erased"]] for t, found in lossy)
         bound = "bf16's own rounding" if most == LOSSY_CAST.default else f"a relative error of {most:.3g}"
         yield LOSSY_CAST_RULE.finding(
             "warning" if erased else "note",
@@ -129,7 +128,6 @@ def _too_many(tensor: TensorSummary, share: float) -> bool:
 
 
 UNMOVED_WEIGHT = rule("AMP111", SCANNED)
-SURE_STEPS = UNMOVED_WEIGHT["steps"]
 
 _SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Distance of 1 to the next number."""
@@ -139,7 +137,7 @@ _FLUSHED = {"float64": 2.0**-1075, "float32": 2.0**-150, "bfloat16": 2.0**-134, 
 
 @UNMOVED_WEIGHT.judges(CheckpointSummary)
 def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    rate, epsilon = _settings(summary, thresholds[SURE_STEPS])
+    rate, epsilon = _settings(summary, thresholds[UNMOVED_WEIGHT["steps"]])
     if rate is None or epsilon is None:
         return
     moments = {(t.name, t.entry): t for t in summary.tensors if t.role == "moment"}
