@@ -22,7 +22,7 @@ from ampdoctor.diagnosis.replay.gradients import underflow, underflow_expected, 
 from ampdoctor.diagnosis.replay.nonfinite import departing
 from ampdoctor.diagnosis.replay.precision import advise_precision
 from ampdoctor.diagnosis.replay.scale_choice import no_common_scale
-from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
+from ampdoctor.diagnosis.replay.scaler import misuse, suspected_misuse
 from ampdoctor.diagnosis.replay.updates import far_from, severity_of_frozen, stagnation
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState, Trend
 from ampdoctor.evidence.location import Where

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -19,7 +20,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
+from ampdoctor.evidence.report import SEVERITIES, Finding, Prescription, Severity, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Moves, Threshold, Thresholds
 
 # -- pages: docs/rules/CODE.md is the only source of a rule's name, title, worst severity, thresholds and texts --
@@ -242,6 +243,24 @@ def judge(evidence: Any, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[F
     return tuple(sorted(found, key=finding_order))
 
 
+_EFFECTS = frozenset(f"AMP7{number:02}" for number in (2, 5, 20, 21, 22, 23, 24, 27, 28, 39, 40, 42))
+"""Rules on runs over time whose findings may be effects of one sick step."""
+_SOON = 256  # steps after a diagnosed step in which they count as its effects
+
+
+def effects(findings: Sequence[Finding]) -> Mapping[int, int]:
+    """Return the effects among a log's findings: by place, the place of the diagnosed step's finding behind them."""
+    looked = [(at, one) for at, one in enumerate(findings) if one.code < "AMP600" and one.where.step is not None]
+    found: dict[int, int] = {}
+    for at, one in enumerate(findings):
+        for behind, cause in looked if one.code in _EFFECTS else ():
+            as_grave = SEVERITIES.index(cause.severity) <= SEVERITIES.index(one.severity)
+            later = (one.where.step or 0) - (cause.where.step or 0)
+            if as_grave and 0 <= later <= _SOON and one.where.file == cause.where.file:
+                found.setdefault(at, behind)
+    return found
+
+
 def codes_in(*places: str) -> frozenset[str]:
     """Return the codes of the rules that judge in these files or folders of `diagnosis` ("scan.scaler")."""
     rules()
@@ -265,6 +284,31 @@ def find_rule(wanted: str) -> Rule:
     near = [name.upper() if name.startswith("amp") else name for name in difflib.get_close_matches(key.lower(), known)]
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `ampdoctor rule` lists them."
     raise UsageError(f"There is no rule {wanted!r}{hint}")
+
+
+# -- numbers and dtypes in a sentence --
+
+
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8 e4m3"}
+_SHORT |= {"float8_e5m2": "fp8 e5m2"}
+
+
+def figure(number: float) -> str:
+    """Format a number in about four digits, large ones with separators: `65,504`, `0.0123`, `3.39e+38`."""
+    return f"{number:,.0f}" if 1000 <= abs(number) < 1e7 else f"{number:.4g}"
+
+
+def scale_text(scale: float | None) -> str:
+    """Format a loss scale: `65,536`, and a power of two below 1 or above 2^24 as `2^-18`; None is `1`."""
+    scale = 1.0 if scale is None else scale
+    if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5 and not 1 <= scale <= 2**24:
+        return f"2^{math.frexp(scale)[1] - 1}"
+    return f"{scale:,.10g}"
+
+
+def short(dtype: str) -> str:
+    """Format a dtype for prose: "fp16" for "float16"; one that has no short name as it is."""
+    return _SHORT.get(dtype, dtype)
 
 
 # -- thresholds that a user has moved --

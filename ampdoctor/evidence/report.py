@@ -61,7 +61,7 @@ class Prescription:
             a sentence for `code`.
         status: `verified` means: from the same snapshot and random state the failure comes back without the change, and
             with it the bad step and the next three are finite, not newly skipped, and agree with the fp32 reference.
-        reason: Why the status is not `verified`, in a sentence.
+        reason: Why the status is not `verified`, in a sentence; of a verified set of modules, if it is the smallest.
         detail: The change in a sentence, for people.
         alternatives: Other changes that were tried, in the order tried.
         proof: The replayed steps, where there was a replay.

@@ -130,6 +130,8 @@ class ProofSection:
 
 # -- a GradScaler refuses a call although the order of calls is right --
 
+FINITE_CHECK = "finite loss, gradients, parameters, buffers and optimizer state"
+"""The name of the check whether every value of the replayed steps is finite."""
 NOT_COMPARED = "comparison with fp32"
 """What a replay has left out if its steps are not held against fp32."""
 FP32_CHECK = "gradients and updates agree with fp32"

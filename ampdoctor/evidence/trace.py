@@ -110,6 +110,7 @@ class NonFiniteOrigin:
     recomputed: Recomputation | None = None  # None if it cannot run in float64
     operand: Operand | None = None  # that took the op out of its domain
     affected: tuple[str, ...] = ()  # names of the values that it has made non-finite
+    index: tuple[int, ...] = ()  # of the first such value in a tensor of the batch; () where it is not known
     departs: float = 0.0  # largest relative difference from float32 of a finite result made from its values
     way: PropagationPath = field(default_factory=PropagationPath)
     after_backward: bool = False  # of the user's own code, outside every optimizer (an EMA)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE
-from ampdoctor.diagnosis.replay.scaler_misuse import (
+from ampdoctor.diagnosis.replay.scaler import (
     PERSISTS,
     Cuts,
     HalfWeights,

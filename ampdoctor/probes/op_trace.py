@@ -428,9 +428,9 @@ class OpTraceProbe(OpProbe):
         if key not in self._given:
             where, came_from = self._belongings.origin_of(tensor, site)
             self._given[key] = len(self._origins)
-            self._origins.append(
-                NonFiniteOrigin(order=-1, where=where, came_from=came_from, kernel="", outputs=(stats_of(tensor),))
-            )
+            first = self._belongings.first_in_batch(tensor) if came_from == "data" else ()
+            brought = NonFiniteOrigin(order=-1, where=where, came_from=came_from, kernel="", index=first)
+            self._origins.append(replace(brought, outputs=(stats_of(tensor),)))
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})

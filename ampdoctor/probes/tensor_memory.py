@@ -15,7 +15,7 @@ from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.trace import Origin
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.tensors import is_plain, parts_of
-from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, kind_of, state_tensors
+from ampdoctor.probes.nonfinite import dense, is_mask, is_nonfinite, kind_of, state_tensors
 from ampdoctor.probes.ops import Site
 from ampdoctor.probes.recompute import doubled
 
@@ -194,6 +194,16 @@ class Belongings:
         if key not in self._batch:
             self._take_batch()
         return self._batch.get(key)
+
+    def first_in_batch(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The index of the first value that is not finite in the batch's tensor of this memory; () where unknown."""
+        key = storage_key(tensor)
+        given = next((t for _, t in self.run.current_tensors() if storage_key(t) == key), None)
+        if given is None or given.layout is not torch.strided or not given.is_floating_point():
+            return ()
+        bad = torch.isfinite(dense(given).detach()).logical_not_().flatten()
+        at = torch.unravel_index(bad.to(torch.uint8).argmax(), given.shape) if bad.any() else ()
+        return tuple(map(int, at))
 
     def entering(self, site: Site) -> None:
         """Note that an op is about to run: gradients have names only in the optimizer's and scaler's phases."""

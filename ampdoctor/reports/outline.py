@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.catalogue import effects, figure, rules, short
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.evidence.report_health import LookMark
+from ampdoctor.evidence.report_replay import FINITE_CHECK
 from ampdoctor.reports import outline_sections as sections
 from ampdoctor.reports import outline_values as values
 from ampdoctor.reports import text as words
@@ -18,10 +19,11 @@ from ampdoctor.reports.fix_code import code_of, setting_of
 from ampdoctor.reports.next_step import bundle_command, next_step
 
 _IN_A_WORD = ("ok", "found", "not_run")
+_SHARES = ("flushed", "subnormal", "overflowed")
+_ABSENT = ("not in the log", "not in the file")
 _IN_FULL = 3  # most fixed entries of a baseline that are shown at once
 _WORST = 3  # findings that are named where many have one cause
-_STEP = re.compile(r"^step \d+(?:, \w+)?: ")
-"""How a message begins that names the step, which the finding's first line does."""
+_DTYPE = "its dtype"  # in a rule's title, for which the finding's own dtype is put
 
 
 def outline(report: Report) -> Outline:
@@ -121,11 +123,13 @@ def _facts(report: Report) -> Iterator[tuple[str, Line]]:
 def _findings(report: Report) -> Iterator[Block]:
     """Yield the findings open, the first of each cause; what has the same cause, or came after it, is folded below."""
     looks = kept_looks(report)
+    behind = effects(report.findings) if report.health is not None else {}
     groups: dict[object, list[int]] = {}
-    for number, finding in enumerate(report.findings):
-        groups.setdefault(_cause(report, finding), []).append(number)
+    for number in range(len(report.findings)):
+        groups.setdefault(_cause(report, report.findings[behind.get(number, number)]), []).append(number)
     for numbers in groups.values():
-        made = [finding_fold(report, number, looks.get(number)) for number in numbers]
+        numbers.sort(key=lambda number: number in behind)  # a cause comes first, whatever the order of the codes
+        made = [finding_fold(report, number, looks.get(number), is_effect=number in behind) for number in numbers]
         yield made[0]
         rest = [report.findings[number] for number in numbers[1:]]
         yield from fold(_others(rest, over_time=report.health is not None), *made[1:])
@@ -139,12 +143,14 @@ def _cause(report: Report, finding: Finding) -> object:
 
 
 def _others(rest: Sequence[Finding], *, over_time: bool) -> str:
-    """Return how many more there are, and the three that are worst, or over time the first three."""
-    shown = rest[:_WORST] if over_time else sorted(rest, key=lambda it: -_nonfinite(it))[:_WORST]
-    named = [f"{subject(it) or it.code}{f' ({_nonfinite(it):,} not finite)' if _nonfinite(it) else ''}" for it in shown]
+    """Return the three that are worst, or over time the first three, and how many more there are."""
     if over_time:
-        named = [f"{lowered(_title(it))} at step {it.where.step or 0:,}" for it in shown]
-    return f"{'then' if over_time else 'of the same cause'}, {len(rest)} more: {', '.join(named)}"
+        more = f" and {len(rest) - _WORST} more" if len(rest) > _WORST else ""
+        shown = sorted(rest, key=lambda it: it.where.step or 0)[:_WORST]
+        return f"then: {', '.join(f'{lowered(_title(it))} at step {it.where.step or 0:,}' for it in shown)}{more}"
+    shown = sorted(rest, key=lambda it: -_nonfinite(it))[:_WORST]
+    named = [f"{subject(it) or it.code}{f' ({_nonfinite(it):,} not finite)' if _nonfinite(it) else ''}" for it in shown]
+    return f"of the same cause, {len(rest)} more: {', '.join(named)}"
 
 
 def _nonfinite(finding: Finding) -> int:
@@ -162,7 +168,7 @@ def lowered(title: str) -> str:
     return f"{title[:1].lower()}{title[1:]}"
 
 
-def finding_fold(report: Report, number: int, look: LookMark | None = None) -> Fold:
+def finding_fold(report: Report, number: int, look: LookMark | None = None, *, is_effect: bool = False) -> Fold:
     """Return a finding: what happened where, how much, what cures it and what proves that; all else is folded."""
     finding = report.findings[number]
     made, setting = finding.prescription, setting_of(report, finding)
@@ -174,15 +180,17 @@ def finding_fold(report: Report, number: int, look: LookMark | None = None) -> F
         advice = f"{advice} ({words.PROVED[made.status]})"
         more = finding.help if finding.help != made.detail else ""
         fix = "TRIED" if made.status in ("failed", "worse") else "FIX"
+    if is_effect:  # what cures its cause cures it
+        advice, more, lines = "", finding.help, ()
     about: list[tuple[str, Line]] = [("help", more), ("where", words.place(finding.where))]
     about += [("why", (finding.cause or "").replace("_", " "))]
     about += [
         (name, figure) for key, item in words.known(finding.evidence).items() for name, figure in _figures(key, item)
     ]
     moved = words.moved_first(finding.evidence)
-    blocks: list[Block] = [Text(_STEP.sub("", finding.message))]
+    blocks: list[Block] = [Text(_without_place(finding))]
     blocks += [Text(f"what moved first: {moved}")] if moved else []
-    blocks += pairs([(fix, Text(advice, "strong"))] if advice else [])
+    blocks += pairs([(fix, Text(advice, "" if number else "strong"))] if advice else [])
     blocks += [Code(lines=lines, language="python")] if lines else []
     blocks.append(Pairs((("WHY", f"ampdoctor rule {finding.code}"),)))
     blocks += fold("figures", Pairs(tuple((name, line) for name, line in about if line)))
@@ -215,7 +223,18 @@ def _first_line(finding: Finding, file: str) -> Text:
 
 def _title(finding: Finding) -> str:
     rule = rules().get(finding.code)  # a report of another ampdoctor may have other rules
-    return finding.name.replace("-", " ") if rule is None else rule.title
+    if rule is None:
+        return finding.name.replace("-", " ")
+    match finding.evidence:  # a report that is read has any evidence
+        case {"outputs": [{"dtype": str(dtype)}, *_]} | {"format": str(dtype)}:
+            return rule.title.replace(_DTYPE, short(dtype))
+    return rule.title
+
+
+def _without_place(finding: Finding) -> str:
+    """Return the message without the step and the subject that the finding's first line has."""
+    about = re.escape(subject(finding))
+    return re.sub(rf"^step \d+(?:, {about})?: ", "", finding.message)
 
 
 def _change(made: Prescription) -> Iterator[tuple[str, Line]]:
@@ -256,22 +275,58 @@ def _checks(report: Report) -> Iterator[Block]:
         rest = [row for row in rest if not row[0].startswith(head)]
         if own:
             yield Heading(text=path)
-            yield from _checked(own, sick=report.verdict == "sick")
-    yield from _checked(rest, sick=report.verdict == "sick")
+            yield from _checked(report, own)
+    yield from _checked(report, rest)
 
 
-def _checked(checks: Sequence[tuple[str, str, Mapping[str, Any]]], *, sick: bool) -> Iterator[Block]:
+def _checked(report: Report, checks: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Iterator[Block]:
     rows: dict[bool, list[tuple[str, Line]]] = {True: [], False: []}
+    absent: dict[str, list[str]] = {}
     for name, result, room in checks:
-        figures = f" ({words.settings(room, words.value)})" if room and result in _IN_A_WORD else ""
-        rows[sick and result == "ok"].append((name, f"{result}{figures}"))
-    yield from pairs(rows[False])
+        if result in _ABSENT:
+            absent.setdefault(result, []).append(name)
+        elif name == FINITE_CHECK and result == "found":
+            rows[False].append(("not finite", _not_finite(report)))
+        else:
+            figures = [_figure(key, item) for key, item in room.items()] if result in _IN_A_WORD else []
+            beside = f" ({', '.join(filter(None, figures))})" if any(figures) else ""
+            rows[report.verdict == "sick" and result == "ok"].append((name, f"{result.replace('_', ' ')}{beside}"))
+    yield from pairs([*rows[False], *((result, ", ".join(names)) for result, names in absent.items())])
     yield from fold(f"{words.count(len(rows[True]), 'check')} in order", *pairs(rows[True]))
     # a sentence has the numbers that matter itself
     said = [
         (name, words.settings(room, words.value)) for name, result, room in checks if room and result not in _IN_A_WORD
     ]
     yield from fold("figures of the checks", *pairs(said))
+
+
+def _not_finite(report: Report) -> str:
+    """Return what a replay has seen that is not finite: by the path of the values, or by the findings."""
+    if report.path is None:
+        steps = [finding.where.step for finding in report.findings if finding.where.nonfinite != "none"]
+        return f"see step {steps[0]}" if steps and steps[0] is not None else "see above"
+    first, *others = sorted(report.path.affected, key=lambda name: name != "loss") or ["a value"]
+    more = f" and {words.count(len(others), 'more value')}" if others else ""
+    return f"{first.replace(':', ' of ', 1).replace('grad of', 'gradient of')}{more} of step {report.path.step}"
+
+
+def _figure(name: str, item: Any) -> str:
+    """Return a figure of a check in words; "" for one that says nothing."""
+    said = name.replace("_", " ")
+    if (name == "ranks" and item == 1) or (name in _SHARES and not item):
+        return ""
+    if item is True:
+        return said
+    if name in _SHARES:
+        return f"{words.percent(item)} {said}"
+    if name.startswith("log2") and isinstance(item, int | float):
+        return (
+            f"2^{item:.0f} times the unusable" if name == "log2_above_dead" else f"{figure(2.0**item)} times below it"
+        )
+    if isinstance(item, int) and said.endswith(("s", "ed")):
+        noun = said.removesuffix("ies") + "y" if said.endswith("ies") else said.removesuffix("s")
+        return words.count(item, noun) if said.endswith("s") else f"{item:,} {said}"
+    return f"{said} {words.number(item)}"
 
 
 def _set_aside(report: Report) -> Iterator[Block]:

@@ -86,7 +86,8 @@ def facts(run: HealthRun) -> Iterator[tuple[str, str]]:
     if run.checkpoints:
         yield "checkpoints", _told(f"{mark.path} (step {mark.step:,}, {mark.health})" for mark in run.checkpoints)
     for look in run.looks[-_FEW:]:
-        yield "looked at", f"step {look.step:,}: {look.says or look.verdict}"
+        said = look.says.removeprefix(f"step {look.step}: ").removeprefix(f"step {look.step}, ")
+        yield "looked at", f"step {look.step:,}: {said or look.verdict}"
     if run.actions:
         yield (
             "done",

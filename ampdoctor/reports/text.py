@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ampdoctor.diagnosis.catalogue import effects
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.paths import checkpoint_path, file_within, path_in_repository, posix, scanned_path
@@ -123,9 +124,11 @@ def _is_there(result: str) -> bool:
 
 
 def counts(report: Report) -> str:
-    """Return the number of findings of each severity, and of suppressed ones, to follow the outcome."""
-    numbers = [(sum(finding.severity == s for finding in report.findings), s) for s in SEVERITIES]
-    found = ", ".join(count(number, severity) for number, severity in numbers if number)
+    """Return the number of findings of each severity, of their effects and of suppressed ones, after the outcome."""
+    behind = effects(report.findings) if report.health is not None else {}
+    causes = [finding.severity for at, finding in enumerate(report.findings) if at not in behind]
+    numbers = [*((causes.count(severity), severity) for severity in SEVERITIES), (len(behind), "effect")]
+    found = ", ".join(count(number, what) for number, what in numbers if number)
     set_aside = f"; {count(len(report.suppressed), 'finding')} suppressed" if report.suppressed else ""
     return f"{f' ({found})' if found else ''}{set_aside}"
 
@@ -290,8 +293,9 @@ def settings(
 
 
 def count(number: int, noun: str) -> str:
-    """Return `1 error`, `2 errors`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Return `1 error`, `2,000 errors`, `3 entries`."""
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number:,} {many}"
 
 
 def short(number: Any) -> str:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.nonfinite import MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.scale_choice import shrinking_headroom
-from ampdoctor.diagnosis.replay.scaler_misuse import SCALER_MISUSE as MISUSE
-from ampdoctor.diagnosis.replay.scaler_misuse import (
+from ampdoctor.diagnosis.replay.scaler import SCALER_MISUSE as MISUSE
+from ampdoctor.diagnosis.replay.scaler import (
     refused_call_finding,
     stepped_again_finding,
     stepped_past_finding,
     suspicious,
+    unloaded_scale_finding,
 )
-from ampdoctor.diagnosis.replay.scaler_state import unloaded_scale_finding
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     STEPS_AFTER,
@@ -37,7 +37,7 @@ from ampdoctor.evidence.report import (
     renumber_steps,
     verdict_of,
 )
-from ampdoctor.evidence.report_replay import NOT_COMPARED
+from ampdoctor.evidence.report_replay import FINITE_CHECK, NOT_COMPARED
 from ampdoctor.live.scaler_protocol import half_weights
 from ampdoctor.probes.user_code import as_source, own_line, raising_line
 from ampdoctor.workflows.checkpoint_state import (
@@ -567,14 +567,15 @@ class _Search:
         findings = tuple(as_far_as_replayed(self.replay.located(finding)) for finding in worst_first)
         counting = self._counting(findings)
         shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # new findings first
-        skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
+        many = f"{sum(outcome.skipped for outcome in self.outcomes)} of {len(self.outcomes)}"
+        scaled = any(outcome.scale_before is not None for outcome in self.outcomes)
         checks = (
             Check(
-                name="finite loss, gradients, parameters, buffers and optimizer state",
+                name=FINITE_CHECK,
                 result=self._finite_result(),
                 headroom={"steps": len(self.outcomes)},
             ),
-            Check(name="steps skipped by the scaler", result=f"{len(skipped)} of {len(self.outcomes)}"),
+            *((Check(name="steps skipped by the scaler", result=many),) if scaled else ()),
             *(headroom_check(self.tightest, self.outcomes, self.replay.request) if not harmed else ()),
             *self.checks,
         )

@@ -16,7 +16,7 @@ from ampdoctor.checkpoints.stored_tensor import LiveTensor
 from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN, NO_SUCH_SCALE, SCALE_RATCHETS
-from ampdoctor.diagnosis.replay.scaler_state import overwritten_finding, run_scaler_findings
+from ampdoctor.diagnosis.replay.scaler import overwritten_finding, run_scaler_findings
 from ampdoctor.diagnosis.scan.optimizer import SECOND_MOMENT_FLUSHED as FLUSHED
 from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
 from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER, DEAD_SCALER

@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.replay.forward import CLEARLY_NEARER, far_alone, may_be
 from ampdoctor.diagnosis.replay.gradients import ZEROED_SHARE, deserves_a_look, underflow, underflow_at
 from ampdoctor.diagnosis.replay.nonfinite import departing, origin_finding
 from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
+from ampdoctor.diagnosis.replay.scaler import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.report import Finding
 from ampdoctor.numerics.tensors import extremes

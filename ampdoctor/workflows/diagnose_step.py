@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.loaded_state import hand_update_finding, seen_beside, state_finding
+from ampdoctor.diagnosis.replay.nonfinite import hand_update_finding, seen_beside, state_finding
 from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.json_records import to_plain

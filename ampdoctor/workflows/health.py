@@ -260,20 +260,20 @@ def _checks(looked: LogSummary) -> Iterator[Check]:
     counts = {"steps": steps, "skipped": skipped, "ranks": looked.ranks}
     codes = {finding.code for finding in looked.findings}
     unplaced = _unplaced(looked.unplaced)
-    result = unplaced or ("ok" if skipped < steps else f"not judged: none of {steps} steps was taken")
+    result = unplaced or ("ok" if skipped < steps else f"none of {steps:,} steps was taken")
     yield Check(name="steps", result="found" if codes & _OF_STEPS else result, headroom=counts)
     first = [finding.evidence.get("first") for finding in looked.findings]
     for name, curve, about, least in _SIGNALS:
         there = any(one.name == curve for run in runs for one in run.curves)
         known = max(_known(run, curve) for run in runs)
-        seen = "ok" if known >= least else f"not judged: {known} of {least} steps"
+        seen = "ok" if known >= least else f"needs {least} steps, has {known}"
         if about == "scale":
             seen = unplaced or seen
         found = about in first or (about == "scale" and not codes.isdisjoint(_OF_SCALE))
         result = "found" if found else seen if there else looked.unread.get(name, _NOT_LOGGED)
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
-    seen = "ok" if looks > LEAST_BEFORE else f"not judged: {looks} of {LEAST_BEFORE + 1} looks"
+    seen = "ok" if looks > LEAST_BEFORE else f"needs {LEAST_BEFORE + 1} looks, has {looks}"
     tensors = max((one.of for run in runs for one in run.maps), default=0)
     of_tensors = any(finding.where.tensor is not None for finding in looked.findings)
     result = "found" if of_tensors else seen if tensors else _NOT_LOGGED

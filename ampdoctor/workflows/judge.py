@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.replay.loaded_state import beside_finding, harms_beside_alone
 from ampdoctor.diagnosis.replay.nonfinite import (
+    beside_finding,
     cause_of,
     culprits,
+    harms_beside_alone,
     independent,
     log2_over_limit,
     origin_finding,
@@ -18,17 +19,17 @@ from ampdoctor.diagnosis.replay.nonfinite import (
     scale_may_cure,
 )
 from ampdoctor.diagnosis.replay.outcome import DIVERGES, diverging_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import (
+from ampdoctor.diagnosis.replay.scaler import (
     MAKE_ONCE,
     PERSISTS,
+    dead_scaler_finding,
     lost_scale_finding,
     scale_kills,
     times_begun_again,
     unguarded_step_finding,
     verdict_on_skips,
 )
-from ampdoctor.diagnosis.replay.scaler_misuse import SCALER_MISUSE as MISUSE
-from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
+from ampdoctor.diagnosis.replay.scaler import SCALER_MISUSE as MISUSE
 from ampdoctor.diagnosis.replay.updates import STUCK_STATE as STUCK
 from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, is_dead

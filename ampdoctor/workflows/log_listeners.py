@@ -10,6 +10,7 @@ from time import perf_counter  # bound here, because a script may patch it
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.checkpoints.files import is_folder
+from ampdoctor.diagnosis.catalogue import effects
 from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.diagnosis.health.rolling import LEAST
 from ampdoctor.errors import UsageError
@@ -56,7 +57,7 @@ class Alerting:
     ) -> None:
         self.fired: str | None = None
         self.errors: dict[str, Finding] = {}
-        self.loud: set[tuple[str, int | None]] = set()  # code and step of each error and warning
+        self.loud: dict[tuple[str, int | None], Finding] = {}  # each error and warning, by code and step
         self._judge = Judge(thresholds)
         self._write, self._say, self._on_alert = write, say, on_alert
         self._earlier: Iterable[StepLine] | None = earlier
@@ -74,7 +75,7 @@ class Alerting:
                 self.errors[finding.code] = finding
             if finding.severity in _LOUD:
                 self.fired = finding.name
-                self.loud.add((finding.code, finding.where.step))
+                self.loud[finding.code, finding.where.step] = finding
                 whose = finding.evidence.get("optimizer")  # named where there are several
                 at = f"step {finding.where.step}" + (f" of {whose}" if whose else "")
                 self._say(f"{finding.severity} {finding.code} at {at}: {finding.message}")
@@ -116,8 +117,9 @@ class Tally:
         steps, taken = lines.attempted, lines.taken
         if not steps:
             return None
-        seen = () if report is None else report.findings
-        found = self.warned | {(one.code, one.where.step) for one in seen} | (alerting.loud if alerting else set())
+        seen = (*(() if report is None else report.findings), *(alerting.loud.values() if alerting else ()))
+        behind = effects(seen)
+        found = self.warned | {(one.code, one.where.step) for at, one in enumerate(seen) if at not in behind}
         count = len(found) or int(report is not None)
         judged = not self.incomplete and taken - lost >= LEAST
         state = f"{count} finding{'s' * (count != 1)}" if count else "healthy" if judged else "no finding"

@@ -130,14 +130,14 @@ def _words(addresses: Sequence[UserLine], how: How, mode: Intervention) -> str:
     guards = [f"aten.{name}: {guard.words}" for (at, name), guard in mode.guards.items() if at == address]
     if guards:
         return f"{place}: in float32; {'; '.join(guards)}"
-    beyond = f"{op} exceeds float32 too: rewrite"
+    beyond = f"{op} does not fit fp32 either: rewrite"
     return {
-        "guard": f"{place}: run {op} in float32 (autocast off, inputs .float()), and guard its operands",
+        "guard": f"{place}: run {op} in fp32 (autocast off, inputs .float()), and guard its operands",
         "line_guard": f"{place}: compute this line in float32, and guard the operands of its ops",
-        "fp32": f"{place}: run {op} in float32 (autocast off, inputs .float(), result left in float32)",
-        "line_fp32": f"{place}: compute this line in float32 (autocast off, inputs .float()){too}",
-        "fp64": f"{place}: {beyond} the formula (in log space); in float64 the step is right",
-        "line_fp64": f"{place}: {beyond} this line (in log space); in float64 the step is right",
+        "fp32": f"{place}: run {op} in fp32 (autocast off, inputs .float(), result left in fp32)",
+        "line_fp32": f"{place}: compute this line in fp32 (autocast off, inputs .float()){too}",
+        "fp64": f"{place}: {beyond} the formula (in log space); in fp64 the step is right",
+        "line_fp64": f"{place}: {beyond} this line (in log space); in fp64 the step is right",
     }[how]
 
 
@@ -411,7 +411,7 @@ def modules_in_fp32(origins: Sequence[NonFiniteOrigin], trials: Trials) -> Itera
         return
     proof = "none can be left out" if minimal else "perhaps not the smallest set"
     cure = attempt(found)
-    yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
+    yield replace(cure, reason=f"{proof}: {len(known)} trials among {len(elements)} modules")
 
 
 def _listed(names: Sequence[str]) -> str:

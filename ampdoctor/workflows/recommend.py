@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdoctor.diagnosis.replay.precision import advise_precision
-from ampdoctor.diagnosis.replay.scaler_state import run_scaler_findings
+from ampdoctor.diagnosis.replay.scaler import run_scaler_findings
 from ampdoctor.diagnosis.replay.updates import stagnation_expected
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skipped, finding_order, verdict_of

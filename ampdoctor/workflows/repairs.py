@@ -22,7 +22,7 @@ from ampdoctor.probes.nonfinite import state_tensors
 from ampdoctor.workflows.changes import both, loss_scale
 
 if TYPE_CHECKING:
-    from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights
+    from ampdoctor.diagnosis.replay.scaler import HalfWeights
     from ampdoctor.evidence.location import Where
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.changes import Change

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER
-from ampdoctor.diagnosis.replay.scaler_misuse import times_begun_again
+from ampdoctor.diagnosis.replay.scaler import times_begun_again
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import PrescriptionStatus
 from ampdoctor.evidence.report_replay import Proof, ReplayedStep

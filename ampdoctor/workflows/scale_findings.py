@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ampdoctor.diagnosis.replay.forward import GRADIENTS_DEPART, departs
 from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER, underflow_seen
 from ampdoctor.diagnosis.replay.scale_choice import forward_range, no_common_scale, no_valid_scale, scale_too_high
-from ampdoctor.diagnosis.replay.scaler_state import unusable_scale_finding
+from ampdoctor.diagnosis.replay.scaler import unusable_scale_finding
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact

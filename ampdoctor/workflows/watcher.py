@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN as NO_STEP
-from ampdoctor.diagnosis.replay.scaler_misuse import NEVER_UPDATED, stepped_again_finding
+from ampdoctor.diagnosis.replay.scaler import NEVER_UPDATED, stepped_again_finding
 from ampdoctor.errors import StoppedError
 from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine
 from ampdoctor.evidence.log_text import text_of

@@ -56,5 +56,6 @@ def test_scan_says_what_to_copy_and_what_to_validate(tmp_path, prefix, through_h
     checks = {check.name: check.result for check in report.checks}
     assert checks["finite averaged weights"] == ("found" if through_half else "ok")
     if through_half:
-        assert "Copy it from the model, and validate a copy of the average" in errors[0].message
+        assert "70,000, above fp16's largest value, 65,504: the copy was cast to fp16" in errors[0].message
+        assert "Copy the average from the model" in errors[0].help
         assert errors[0].evidence["model_amax"] == 70000.0

@@ -222,7 +222,7 @@ def test_weights_buffers_and_averages_are_never_one_pile():
     assert sorted((f.code, f.evidence["role"]) for f in findings) == [
         ("AMP101", "ema"), ("AMP104", "buffer"), ("AMP104", "ema"), ("AMP104", "weight"),
     ]  # fmt: skip
-    assert "ema.fc.weight, an averaged copy, holds 1 NaN among 1024 float32 values." in [f.message for f in findings]
+    assert "ema.fc.weight, an averaged copy, holds 1 NaN among 1,024 values in fp32." in [f.message for f in findings]
     checks = {check.name: check.result for check in checks_of(summary, findings)}
     assert (checks["finite weights"], checks["finite averaged weights"]) == ("ok", "found")
 

@@ -8,16 +8,15 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.loaded_state import state_finding
-from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding
-from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
+from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_finding, state_finding
+from ampdoctor.diagnosis.replay.scaler import dead_scaler_finding, lost_scale_finding
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.trace import Operand, Recomputation
 from tests.diagnosis.births import origin, stats
 
+BATCH = {"phase": "data", "came_from": "data", "nonfinite": "nan", "where": {"tensor": "x"}}
 OVER, NOWHERE, UNDER = (True, 4 * 65504.0, 65504.0), (False, 0.0, 65504.0), (True, 1.0, 65504.0)
 
 
@@ -34,8 +33,7 @@ def test_an_overflow_in_numbers():
         "forward_overflow",
         "error",
     )
-    assert "step 3, forward: aten.mul in module net.fc makes an infinity from finite inputs" in finding.message
-    assert "2.62e+05 in float64, 4 times float16's largest value 65504" in finding.message
+    assert finding.message == "step 3, net.fc: 262,016 is above fp16's largest value, 65,504 (4 times; aten.mul)"
     assert finding.evidence["log2_over_limit"] == 2.0
     assert finding.evidence["float64"] == {"finite": True, "amax": 262016.0, "limit": 65504.0}
     assert finding.evidence["harmed_count"] == 20
@@ -45,15 +43,16 @@ def test_an_overflow_in_numbers():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"verdict": NOWHERE, "inputs": (stats(zeros=2),)}, "in float64 as well: an input holds zeros"),
+        ({"verdict": NOWHERE, "inputs": (stats(zeros=2),)}, "in fp64 as well: an input holds zeros"),
         ({"verdict": NOWHERE, "inputs": (stats(shape=(0, 3)),)}, "an input is empty"),
         ({"verdict": NOWHERE}, "the inputs are outside the op's domain"),
-        ({"nonfinite": "nan", "operand": Operand(made_by="unwritten")}, "it shows memory that no op has written"),
-        ({"phase": "optimizer", "nonfinite": "nan"}, "the state's format loses what the update divides by"),
         (
-            {"phase": "data", "came_from": "data", "nonfinite": "nan", "where": {"tensor": "x"}},
-            "the batch itself holds NaN (in x)",
+            {"nonfinite": "nan", "operand": Operand(made_by="unwritten")},
+            "the result holds NaN in memory that no op has written",
         ),
+        ({"phase": "optimizer", "nonfinite": "nan"}, "the state's dtype loses what the update divides by"),
+        (BATCH, "step 3, x: the batch holds NaN before the forward"),
+        ({**BATCH, "index": (3, 17), "outputs": (stats(shape=(8, 1024), nans=5),)}, "at x[3, 17] (5 of 8,192 values)"),
         ({"phase": "forward", "where": {"module": ""}, "verdict": OVER}, "in the model's own forward"),
     ],
 )
@@ -72,12 +71,18 @@ def test_the_sentence_says_what_made_it(given, words):
                 "float64": 2e-8,
                 "amax": 1e-8,
             },
-            "its operand is 0 (in float64 2e-08), because aten.add at a.py:3 flushed 1e-08 to 0 in float16",
+            "its operand is 0, and 2e-08 in fp64, because fp16 has flushed 1e-08 to 0 (aten.mul; operand: aten.add at ",
         ),
-        ({"made_by": "flushed", "op": "aten.exp", "float64": 1e-9, "amax": 1e-9}, "aten.exp flushed up to 1e-09 to 0"),
-        ({"made_by": "computed", "op": "aten.sub"}, "its operand is 0, and aten.sub makes that in float64 as well"),
+        (
+            {"made_by": "flushed", "op": "aten.exp", "float64": 1e-9, "amax": 1e-9},
+            "fp16 has flushed up to 1e-09 to 0 (aten.mul; operand: aten.exp)",
+        ),
+        ({"made_by": "computed", "op": "aten.sub"}, "its operand is 0, in fp64 as well (aten.mul; operand: aten.sub)"),
         ({"made_by": "constant"}, "its operand is 0, which the code writes"),
-        ({"made_by": "masked_row", "op": "aten.where"}, "a whole row of its operand is masked (aten.where)"),
+        (
+            {"made_by": "masked_row", "op": "aten.where"},
+            "a whole row of its operand is masked (aten.mul; operand: aten.where)",
+        ),
         ({"made_by": "data"}, "its operand is 0, which came from the batch"),
         ({"made_by": "optimizer_state:a.w:exp_avg_sq"}, "which came from the optimizer state a.w:exp_avg_sq"),
     ],
@@ -91,7 +96,10 @@ def test_the_sentence_says_what_made_the_operand(given, words):
 
 @pytest.mark.parametrize(
     ("finite", "words"),
-    [(True, "a partial result inside the op goes beyond float16"), (False, "the result is beyond float64 as well")],
+    [
+        (True, "a partial result in the op is above fp16's largest value, 65,504"),
+        (False, "the result does not fit fp64 either"),
+    ],
 )
 def test_overflows_that_no_number_of_float64_shows(finite, words):
     verdict = Recomputation(finite=finite, amax=0.0, limit=65504.0, overflow=True)
@@ -107,7 +115,7 @@ def test_state_has_a_code_for_each_kind(kind):
     where = Where(step=0, phase="checkpoint", module="net", op="state:weight", tensor="net.weight", nonfinite="nan")
     before = state_finding(kind, where, stats(nans=2, infs=1))
     assert before.code == STATE_CODES[kind]
-    assert "net.weight (state:weight) holds 3 non-finite values before the first step" in before.message
+    assert before.message == "step 0, net.weight: 3 of 4 values are not finite before the first step (state:weight)"
     assert before.prescription.status == "not_run"
 
 
@@ -124,7 +132,7 @@ def test_the_fingerprint_is_of_the_place_and_not_of_values_or_step():
 
 
 @pytest.mark.parametrize(
-    ("scale", "end"), [(0.0, "0, so 1/scale is infinite"), (math.inf, "inf: every step"), (math.nan, "nan: every step")]
+    ("scale", "end"), [(0.0, "0, and 1/scale is Inf"), (math.inf, "inf: every step"), (math.nan, "nan: every step")]
 )
 def test_a_dead_scale(scale, end):
     finding = dead_scaler_finding(scale, 2.0**-128, Where(step=0, phase="scaler"), None)
@@ -137,7 +145,7 @@ def test_a_settled_scale_that_is_not_continued():
     quiet = lost_scale_finding(lost, 65536.0)
     loud = lost_scale_finding(lost, None, origin("backward", verdict=OVER), None)
     assert (quiet.severity, loud.severity) == ("warning", "error")
-    assert "had settled at 8 (7 clean steps), but the run starts at 65536" in quiet.message
+    assert "is 8 after 7 clean steps, but the run starts at 65,536" in quiet.message
     assert "the run has no scaler, and every step is skipped" in loud.message
     assert (quiet.where.op, loud.where.phase) == ("scaler_state", "scaler")
 

@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.replay.scaler_misuse import MADE_ANEW, NEVER_UPDATED, PERSISTS, scale_kills, verdict_on_skips
-from ampdoctor.diagnosis.replay.scaler_state import overwritten_finding, run_scaler_findings
+from ampdoctor.diagnosis.replay.scaler import (
+    MADE_ANEW,
+    NEVER_UPDATED,
+    PERSISTS,
+    overwritten_finding,
+    run_scaler_findings,
+    scale_kills,
+    verdict_on_skips,
+)
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, ScalerState
 from ampdoctor.evidence.run_facts import ResumedScaler
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS

@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.replay.gradients import (
     starved_finding,
     underflow,
 )
-from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
+from ampdoctor.diagnosis.replay.scaler import misuse, suspected_misuse
 from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StepEvent
@@ -56,7 +56,7 @@ def test_misuse_needs_the_call_and_the_harm(events, ratio, op):
     assert (finding and finding.where.op) == op
     if finding:
         assert (finding.code, finding.cause, finding.where.phase) == ("AMP407", "scaler_misuse", "optimizer")
-        assert "still scaled by 1024" in finding.message
+        assert "still scaled by 1,024" in finding.message
 
 
 UNSCALE = StepEvent(kind="unscale", scale=1024.0)
@@ -82,7 +82,7 @@ def test_what_to_suspect_where_gradients_depart(events, error, ops):
     found = suspected_misuse(compared(events=events, gradient_error=error))
     assert [finding.where.op for finding in found] == ops
     assert {finding.code for finding in found} <= {"AMP407"}
-    assert all("1024" in finding.message for finding in found)
+    assert all("1,024" in finding.message for finding in found)
 
 
 @pytest.mark.parametrize(

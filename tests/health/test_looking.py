@@ -51,8 +51,8 @@ def test_a_log_that_is_too_short_to_say_what_is_usual_is_not_called_healthy(tmp_
     report = health([tmp_path])
     said = {check.name: check.result for check in report.checks}
     assert report.verdict == "not_judged"
-    assert said["loss"] == "not judged: 25 of 128 steps"
-    assert said["single tensors"] == "not judged: 1 of 7 looks"
+    assert said["loss"] == "needs 128 steps, has 25"
+    assert said["single tensors"] == "needs 7 looks, has 1"
     assert words.of_verdict(report) == "not judged: too few steps to say what is usual"
     assert next_step(report).said == "let it train on, and ask again"
 

@@ -28,7 +28,7 @@ def test_norms_of_steps_that_a_scaler_skipped(name):
     assert (grave(report), report.verdict) == ([], "healthy")
     (run,) = report.health.runs
     assert (run.skipped, run.skip_share) == (3, pytest.approx(0.03))
-    assert checks(report)["loss"] == "not judged: 97 of 128 steps"
+    assert checks(report)["loss"] == "needs 128 steps, has 97"
 
 
 def table(path, rows):

@@ -43,7 +43,7 @@ def test_a_sick_test_fails_with_its_diagnosis_also_in_xml(run, pytester):
     result.stdout.fnmatch_lines(
         [
             "*test_overflow NONFINITE*",
-            "ERROR  step 0  test_it.py:13  An activation is beyond the compute format's range",
+            "ERROR  step 0  test_it.py:13  A forward value does not fit fp16",
             "FIX*(verified by replay)",
             "WHY*ampdoctor rule AMP201",
             "*where*step 0, *; forward;*aten.pow,",

@@ -153,4 +153,4 @@ def test_a_short_run_that_climbs_is_told_and_its_twin_is_not(tmp_path, monkeypat
     report = health([tmp_path / "log"])
     assert report.verdict == ("sick" if told else "healthy")
     said = {check.name: check.result for check in report.checks}
-    assert said["loss"] == "not judged: 120 of 128 steps"
+    assert said["loss"] == "needs 128 steps, has 120"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ampdoctor.diagnosis.catalogue import SCANNED, WATCHED, rule
-from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, MOST, RECENT, SPANS, falls_over
+from ampdoctor.diagnosis.catalogue import SCANNED, WATCHED, figure, rule, scale_text
+from ampdoctor.diagnosis.health.rolling import FIRST, HOP, LENGTH, RECENT, SPANS, falls_over
 from ampdoctor.diagnosis.health.step_state import LEAST_ROWS, StepState
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
@@ -29,16 +29,18 @@ def _steps_not_finite(moment: StepState, _: Thresholds) -> Sequence[Finding]:
     if undecided and not of_loss and moment.scale.in_a_row >= LEAST_ROWS:
         return ()  # the last of many skipped steps, or norms that are never measured
     may_be_skipped = undecided and not (of_loss and moment.scale.now is None)
-    said = ", and the step was taken" if line.skipped is False else ""
-    if of_norm and of_loss:
-        said += f", and the loss {line.loss}: the forward has made it, of its batch or its weights"
+    both = of_norm and of_loss
+    said = f", and so is the loss ({_shown(line.loss)})" if both else ""
+    said += ", and the step was taken" if line.skipped is False else ""
+    if both:
+        said += ": the forward made it, of its batch or its weights"
     elif line is not moment.line and line.skipped is None and not undecided:
         said += f", and no finite {'norm' if moment.line.loss is None else 'loss'} follows: the weights took it"
     if may_be_skipped:
-        said += "; no step follows in the log: either a scaler has skipped it, as it should, or the weights are lost"
+        said += ". No step follows in the log: a scaler has skipped it, as it should, or the weights are lost"
     finding = STEPS_NOT_FINITE.finding(
         "warning" if may_be_skipped else "error",
-        f"The {'gradient norm' if of_norm else 'loss'} of step {line.step} is {value}{said}.",
+        f"The {'gradient norm' if of_norm else 'loss'} of step {line.step:,} is {_shown(value)}{said}.",
         where=Where(
             step=line.step,
             phase="backward" if of_norm else "loss",
@@ -52,6 +54,10 @@ def _steps_not_finite(moment: StepState, _: Thresholds) -> Sequence[Finding]:
         },
     )
     return (finding,)
+
+
+def _shown(value: float | None) -> str:
+    return "NaN" if value is None or math.isnan(value) else "Inf" if value > 0 else "-Inf"
 
 
 GRADIENT_JUMP = rule("AMP720", WATCHED)
@@ -84,11 +90,11 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     both = of_norm and loss is not None and moment.loss_above >= least
     first = moment.first()
     blamed = ": look at the batch, and at the update before it" if first == "data" else ""
-    too = f"; the loss left the usual with it{blamed}" if both else ""
-    times = f", {value / usual:.3g} times the usual {usual:.3g}" if usual > 0 else f"; the usual is {usual:.3g}"
+    too = f". The loss is unusual in the same step{blamed}" if both else ""
+    times = f", {figure(value / usual)} times the usual {usual:.3g}" if usual > 0 else f"; {usual:.3g} is usual"
     finding = GRADIENT_JUMP.finding(
         "warning",
-        f"The {what} of step {line.step} is {value:.3g}{times} ({above:.1f} robust deviations){too}.",
+        f"The {what} of step {line.step:,} is {value:.3g}{times} ({above:.1f} robust deviations){too}.",
         where=Where(step=line.step, phase="backward" if of_norm else "loss"),
         evidence={
             "first": first,
@@ -130,8 +136,8 @@ def _climbs_at_first(moment: StepState, thresholds: Thresholds) -> Sequence[Find
     too = f", and the gradient norm {norm:.3g} times" if of_loss and norm >= thresholds[CLIMBS_AT_FIRST_LOSS] else ""
     finding = CLIMBS_AT_FIRST.finding(
         "error" if both else "warning",
-        f"The {what} of the last {steps} steps is {times * first:.4g}, {times:.3g} times what it was in the first "
-        f"{FIRST} ({first:.4g}){too}.",
+        f"The {what} of the last {steps} steps is {figure(times * first)}, {figure(times)} times that of the first "
+        f"{FIRST} ({figure(first)}){too}.",
         where=Where(step=moment.line.step, phase="loss" if of_loss else "backward"),
         evidence={
             "first": "optimizer" if moment.first() == "optimizer" else "data" if of_loss and not too else "gradient",
@@ -197,9 +203,9 @@ def _level_shifts(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     course, what = (moment.norm, "gradient norm") if norm > loss else (moment.loss, "loss")
     finding = LEVEL_SHIFTS.finding(
         "warning",
-        f"The {'loss and the gradient norm have' if worst == of_both else f'{what} has'} climbed: the {what} of the "
-        f"last {SPANS[0]} steps is {course.latest:.4g}, usual is {course.usual:.4g} (over up to {SPANS[-1]} steps, in "
-        f"robust deviations, of which a step counts {MOST:.0f} at most: loss {loss:+.1f}, gradient norm {norm:+.1f}).",
+        f"The {'loss and the gradient norm have' if worst == of_both else f'{what} has'} climbed: the {what} is "
+        f"{figure(course.latest)} over the last {SPANS[0]} steps, and {figure(course.usual)} is usual. "
+        f"In robust deviations over up to {SPANS[-1]} steps: loss {loss:+.1f}, gradient norm {norm:+.1f}.",
         where=Where(step=moment.line.step, phase="backward" if norm > loss else "loss"),
         evidence={
             "first": moment.first("gradient" if norm > loss else "data"),
@@ -227,8 +233,8 @@ def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
         return ()
     finding = LOSS_NOT_BACK.finding(
         "error",
-        f"The loss rose to {spike.value:.4g} at step {spike.step}, from about {spike.usual:.4g}, and {steps} steps "
-        f"later it is still {line.loss:.4g}: above {spike.limit:.4g} in each of them.",
+        f"The loss rose from about {figure(spike.usual)} to {figure(spike.value)} at step {spike.step:,}. "
+        f"{steps} steps later it is still {figure(line.loss)}, and above {figure(spike.limit)} in each of them.",
         where=Where(step=line.step, phase="loss"),
         evidence={
             "first": moment.first(since=spike.step),
@@ -257,8 +263,8 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     share = (usual - descent.lowest) / way
     finding = DESCENT_LOST.finding(
         "warning",
-        f"The loss is back at {usual:.4g}, after {descent.lowest:.4g} at its lowest: {share:.0%} of the way that it "
-        f"had come down from {descent.fallen_from:.4g} is lost.",
+        f"The loss is back at {figure(usual)}; its lowest was {figure(descent.lowest)}. "
+        f"{share:.0%} of the fall from {figure(descent.fallen_from)} is lost.",
         where=Where(step=moment.line.step, phase="loss"),
         evidence={
             "first": moment.first("data"),
@@ -277,7 +283,7 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
 GRADIENTS_VANISHED = rule("AMP702", WATCHED)
 LEAST_ZEROS = GRADIENTS_VANISHED["entries"]
 MOMENTUM_STEPS = 50  # steps in which momentum alone may lower the loss: 0.9^50 is 0.5 %
-CUT = "a graph that was cut (detach, no_grad, frozen weights) and an output that is constant look alike"
+CUT = "a cut graph (detach, no_grad, frozen weights) and a constant output look alike"
 
 
 @GRADIENTS_VANISHED.judges(StepState)
@@ -291,7 +297,7 @@ def _gradients_vanished(moment: StepState, thresholds: Thresholds) -> Sequence[F
     if learns and zeros.before is None:  # a norm that never had another value was not measured, or rounded away
         return ()
     finished, scale = bool(losses) and not any(losses), moment.scale.now
-    why = "nothing in the log says why" if scale is None else f"the loss scale {scale:g} does not explain it"
+    why = "nothing in the log says why" if scale is None else f"the loss scale {scale_text(scale)} does not explain it"
     severity: Severity = "warning"
     between = f" while the loss stays {_between(losses)}" if losses else ""
     if finished:
@@ -300,7 +306,7 @@ def _gradients_vanished(moment: StepState, thresholds: Thresholds) -> Sequence[F
         severity, between = "note", f" though the loss still falls, {_between(losses)}"
         why = "norms are rounded away, or not measured"
     elif scale is not None and scale < 1:
-        severity, why = "error", f"the loss scale has collapsed to {scale:g}"
+        severity, why = "error", f"the loss scale has collapsed to {scale_text(scale)}"
     else:
         why = f"{why}; {CUT}"
         if losses and not zeros.coarse:
@@ -310,7 +316,7 @@ def _gradients_vanished(moment: StepState, thresholds: Thresholds) -> Sequence[F
     before = "" if zeros.before is None else f", {zeros.before:.3g} before"
     finding = GRADIENTS_VANISHED.finding(
         severity,
-        f"The gradient norm is exactly 0 from step {zeros.first} to {zeros.last}{before}{between}"
+        f"The gradient norm is exactly 0 from step {zeros.first:,} to {zeros.last:,}{before}{between}"
         f"{f': {why}' if why else ''}.",
         where=Where(step=zeros.first, phase="backward"),
         cause="scaler_collapse" if "collapsed" in why else None,
@@ -347,8 +353,8 @@ def _loss_constant(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
         return ()
     finding = LOSS_CONSTANT.finding(
         "note" if same.rounded else "warning",
-        f"The loss is exactly {same.value:.17g} in the last {same.rows} entries, from step {same.since} on: the "
-        "weights do not move, or the output does not depend on the input.",
+        f"The loss is exactly {same.value:.17g} in the last {same.rows:,} entries, from step {same.since:,} on. "
+        "The weights do not move, or the output does not depend on the input.",
         where=Where(step=same.since, phase="loss"),
         evidence={
             "first": "optimizer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.catalogue import WATCHED, rule
+from ampdoctor.diagnosis.catalogue import WATCHED, figure, rule, scale_text
 from ampdoctor.diagnosis.health.judge import TENSOR
 from ampdoctor.diagnosis.health.rolling import HOP, LEAST, LENGTH, RollingStats, falls_over
 from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, Setting, StepState
@@ -37,22 +37,22 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
         return ()
     deep = low and scale.now <= least * 2.0**-in_a_row
     severity: Severity = "error" if (low and scale.in_a_row >= in_a_row) or deep or stuck or ended else "warning"
-    skipped = f", and {scale.in_a_row} steps in a row are skipped" if scale.in_a_row > 1 else ""
+    skipped = f". {scale.in_a_row} steps in a row are skipped" if scale.in_a_row > 1 else ""
     if stuck:
         skipped += f", the last {scale.unmoved} of them without a fall: no step is taken any more"
     elif overflows and low:
         skipped += ": gradients overflow even at this scale"
     if ended:
         skipped += "; the run has ended there"
-    fallen = f"is {scale.now:g} at step {line.step}"
+    fallen = f"is {scale_text(scale.now)} at step {line.step:,}"
     if scale.falls:
-        often = f"{scale.falls} times (by {2.0**scale.fallen:.3g} in all) since it last grew"
-        fallen = f"has fallen to {scale.now:g} at step {line.step}, {often}"
+        often = f"{scale.falls} times since it last grew (a factor of {figure(2.0**scale.fallen)} in all)"
+        fallen = f"has fallen to {scale_text(scale.now)} at step {line.step:,}, {often}"
     ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
     finding = SCALE_RATCHETS.finding(
         severity,
         f"The loss scale {fallen}{skipped}"
-        f"{f': {ahead} more, and it is at 1, which scales nothing' if ahead and not (low or ended) else ''}.",
+        f"{f'. After {ahead} more it is 1, which scales nothing' if ahead and not (low or ended) else ''}.",
         where=Where(step=line.step, phase="scaler"),
         evidence={
             "first": moment.first(),
@@ -88,19 +88,19 @@ def _no_step_taken(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
         return ()  # AMP723 reports a scale that falls later
     if not scale.told and falls_over(scale.losses):  # then the norm is not what the optimizer saw
         return ()
-    which = "from the first one on" if from_the_first else f"from step {scale.since} on"
-    how = "is skipped" if scale.told else "has a gradient that is not finite, and its loss says that it was skipped"
-    at = f", at a loss scale of {scale.now:g} by now" if scale.now is not None else ""
-    return (_finding(moment, "error", f"Each of {steps} steps {which} {how}{at}: the weights do not move."),)
+    which = "from the first one on" if from_the_first else f"from step {scale.since:,} on"
+    how = "is skipped" if scale.told else "has a gradient that is not finite, and by its loss it was skipped"
+    at = f", at loss scale {scale_text(scale.now)} by now" if scale.now is not None else ""
+    return (_finding(moment, "error", f"Each of {steps:,} steps {which} {how}{at}: the weights do not move."),)
 
 
 def _starts_over(moment: StepState) -> Finding:
     scale, step = moment.scale, moment.line.step
-    harm = "skips its first steps each time" if scale.taken else "never gets down to the scale that works"
+    harm = "It skips its first steps each time" if scale.taken else "It never gets down to the scale that works"
     message = (
-        f"The loss scale is back at {scale.now:g} at step {step}, where no scaler lets it grow, {scale.anew} times by "
-        f"now: the GradScaler is made anew again and again, as in each epoch, and {harm} ({scale.skipped} of "
-        f"{scale.taken + scale.skipped} steps were skipped so far). Make it once, before the epochs."
+        f"The loss scale is back at {scale_text(scale.now or 0.0)} at step {step:,}, {scale.anew} times by now: "
+        f"the loop makes a new GradScaler, as in each epoch. {harm} ({scale.skipped:,} of "
+        f"{scale.taken + scale.skipped:,} steps were skipped). Make it once, before the epochs."
     )
     return _finding(moment, "warning" if scale.taken else "error", message)
 
@@ -134,10 +134,11 @@ def _no_such_scale(moment: StepState, _: Thresholds) -> Sequence[Finding]:
     if math.isnan(wrong) and (moment.end is None or moment.scale.wrong_rows <= moment.scale.wrong_before):
         return ()  # NaN may mean "not logged at this step": a scale follows
     since = moment.scale.wrong_since
+    lost = wrong == 0 or not math.isfinite(wrong)
+    harm = "gradients divided by it are lost" if lost else "no scaler has such a scale"
     finding = NO_SUCH_SCALE.finding(
         "error",
-        f"The loss scale is {wrong:g} from step {since} on: "
-        f"{'gradients divided by it are lost' if wrong == 0 or not math.isfinite(wrong) else 'no scaler gives it'}.",
+        f"The loss scale is {wrong:g} from step {since:,} on: {harm}.",
         where=Where(step=since, phase="scaler"),
         evidence={"first": "scale", "scale": wrong, "last_scale": moment.scale.now},
     )
@@ -168,10 +169,10 @@ def _jumps(moment: StepState, factor: float) -> Iterator[Finding]:
         of_group = f" of parameter group {group}" if several else ""
         if tensors:
             of_group += f" ({TENSOR}{f' and {len(tensors) - 1} more' if len(tensors) > 1 else ''})"
-        times = "" if before <= 0 or now < 0 else f", {now / before:.3g} times, and above every value before"
+        times = "" if before <= 0 or now < 0 else f" ({figure(now / before)} times), above every value before"
         yield SCHEDULE_JUMPS.finding(
             "warning",
-            f"The {what}{of_group} jumps from {before:.3g} to {now:.3g} at step {step}{times}.",
+            f"The {what}{of_group} jumps from {before:.3g} to {now:.3g} at step {step:,}{times}.",
             where=Where(step=step, phase="optimizer", tensor=str(tensors[0]) if tensors else None),
             also=tuple(Where(step=step, phase="optimizer", tensor=str(one)) for one in tensors[1:MOST_NAMED]),
             evidence={
@@ -224,13 +225,13 @@ def _batch_changes(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
         and abs(above) >= thresholds[BATCH_CHANGES_DEVIATIONS]
     ):
         what = (
-            f"The numbers of the batch of step {line.step} have a root mean square of {rms:.3g}; usual is "
-            f"{batch.rms.usual:.3g}, and no batch of late was {'above' if outside > 0 else 'below'} by so much."
+            f"The root mean square of the batch of step {line.step:,} is {figure(rms)}; {figure(batch.rms.usual)} is "
+            f"usual. No recent batch was so far {'above' if outside > 0 else 'below'}."
         )
     elif zeros - batch.zeros.highest >= more or _more_zeros(batch.zeros) >= more:
         what = (
-            f"Of the numbers of the batch of step {line.step}, {zeros:.0%} are zero; usual is "
-            f"{batch.zeros.usual:.0%}: look at what the loader gives where it fails to load."
+            f"{zeros:.0%} of the batch of step {line.step:,} is zero; {batch.zeros.usual:.0%} is usual. "
+            "Look at what the loader returns where it fails to load."
         )
     if not what:
         return ()
@@ -271,8 +272,8 @@ def _data_repeats(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     step = moment.line.step
     finding = DATA_REPEATS.finding(
         "warning",
-        f"The batch of step {step} is that of {repeats.cycle} before, and so it was in the last {steps} steps; "
-        f"{repeats.new_before} before them were all new.",
+        f"Each batch of the last {steps:,} steps, to step {step:,}, is the one of {repeats.cycle:,} steps before. "
+        f"The {repeats.new_before:,} batches before them were all new.",
         where=Where(step=step, phase="data"),
         evidence={"first": "data", "cycle": repeats.cycle, "new_before": repeats.new_before},
     )
@@ -305,8 +306,8 @@ def _slower(moment: StepState, thresholds: Thresholds) -> Iterator[Finding]:
         data = unit == "s" and waits is not None and waits > 0.5 * (moment.line.seconds or 0.0)
         yield SLOWS_DOWN.finding(
             "note",
-            f"{what} {course.recent:.3g} {unit} at step {moment.line.step}, {course.recent / usual:.2g} times "
-            f"the usual {usual:.3g}{'; most of it is waiting for data' if data else ''}.",
+            f"{what} {figure(course.recent)} {unit} at step {moment.line.step:,}, {course.recent / usual:.2g} times "
+            f"the usual {figure(usual)}{'; most of it is waiting for data' if data else ''}.",
             where=Where(step=moment.line.step, phase="data" if data else "optimizer"),
             evidence={
                 "first": "data" if data else "hardware",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.catalogue import WATCHED, Rule, rule
+from ampdoctor.diagnosis.catalogue import WATCHED, Rule, figure, rule
 from ampdoctor.diagnosis.health.judge import TENSOR, ahead
-from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.tensor_state import (
     LEAST_BEFORE,
     NEW,
@@ -22,9 +22,12 @@ from ampdoctor.diagnosis.health.tensor_state import (
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from ampdoctor.diagnosis.health.tensor_state import np
+
 GRADIENT_DEPARTS = rule("AMP728", WATCHED)
-GRADIENT_DEPARTS_FALLS = GRADIENT_DEPARTS["falls"]
-GRADIENT_DEPARTS_GROWS = GRADIENT_DEPARTS["grows"]
 FLOOR = 0.15  # least deviation of a rate, in e-folds a look: gradients of single batches vary as much
 
 
@@ -36,7 +39,7 @@ def _gradient_departs(moment: TensorState, thresholds: Thresholds) -> Iterator[F
     norms = moment.values("norm", rows)
     yield from _vanished(moment, rows, norms)
     found = breaks(norms, FLOOR)
-    for grows, limit in ((False, thresholds[GRADIENT_DEPARTS_FALLS]), (True, thresholds[GRADIENT_DEPARTS_GROWS])):
+    for grows, limit in ((False, thresholds[GRADIENT_DEPARTS["falls"]]), (True, thresholds[GRADIENT_DEPARTS["grows"]])):
         by = found.by if grows else -found.by
         hit = np.flatnonzero(by >= limit)
         if not len(hit):
@@ -47,8 +50,8 @@ def _gradient_departs(moment: TensorState, thresholds: Thresholds) -> Iterator[F
         yield GRADIENT_DEPARTS.finding(
             "warning",
             f"The gradient of {TENSOR} {'grows' if grows else 'falls away'}: its norm went from {before:.3g} to "
-            f"{now:.3g} over the last {NEW} looks, {by[worst]:.0f} robust deviations {'above' if grows else 'below'} "
-            f"its course before{f', and so did those of {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+            f"{now:.3g} over the last {NEW} looks. That is {by[worst]:.0f} robust deviations "
+            f"{'above' if grows else 'below'} its trend{f', as for {len(hit) - 1} more' if len(hit) > 1 else ''}.",
             where=moment.where(rows[worst], "backward"),
             also=tuple(moment.where(rows[i], "backward") for i in hit[1:]),
             evidence={
@@ -73,12 +76,11 @@ def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Itera
     hit = np.flatnonzero(alive & zero)
     if not len(hit):
         return
-    was, more = float(before[hit[0], -1]), f"; so have those of {len(hit) - 1} more" if len(hit) > 1 else ""
+    was, more = float(before[hit[0], -1]), f", as have {len(hit) - 1} more" if len(hit) > 1 else ""
     yield GRADIENT_DEPARTS.finding(
         "warning",
-        f"The gradient of {TENSOR} has become zero: every element of it in the last {NEW} looks, after a norm of "
-        f"{was:.3g}{more}. Nothing reaches it any more, and "
-        "it stops learning.",
+        f"The gradient of {TENSOR} has become exactly zero in the last {NEW} looks, after a norm of {was:.3g}{more}. "
+        "It no longer learns.",
         where=moment.where(rows[hit[0]], "backward"),
         also=tuple(moment.where(rows[i], "backward") for i in hit[1:]),
         evidence={"first": "gradient", "norm": 0.0, "norm_before": was, "tensors": len(hit)},
@@ -86,7 +88,6 @@ def _vanished(moment: TensorState, rows: np.ndarray, norms: np.ndarray) -> Itera
 
 
 FACTOR_JUMPS = rule("AMP734", WATCHED)
-FACTOR_JUMPS_LOG2 = FACTOR_JUMPS["log2_change"]
 LEAST_LOOKS = 6
 GROWN = "its values have grown, and those of the next step may overflow"
 SHRUNK = "its values have shrunk, and small ones of the next step may flush to zero"
@@ -104,7 +105,7 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     changes = np.diff(np.log2(scales), axis=1)
     last, before = changes[:, -1], np.abs(changes[:, :-1]).max(axis=1)
-    hit = np.flatnonzero(np.abs(last) >= before + thresholds[FACTOR_JUMPS_LOG2])
+    hit = np.flatnonzero(np.abs(last) >= before + thresholds[FACTOR_JUMPS["log2_change"]])
     if not len(hit):
         return
     worst = hit[np.argmax(np.abs(last[hit]))]
@@ -125,8 +126,6 @@ def _factor_jumps(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
 
 
 HEADROOM_RUNS_OUT = rule("AMP726", WATCHED)
-HEADROOM_RUNS_OUT_NEAR = HEADROOM_RUNS_OUT["near"]
-HEADROOM_RUNS_OUT_HORIZON = HEADROOM_RUNS_OUT["horizon"]
 HEADROOM_LOOKS = 8
 _STEADY = 5  # of the seven changes between eight looks, as many must go down
 _LEAST_DRIFT = 0.5  # powers of two of headroom lost over the looks: less is noise
@@ -147,19 +146,19 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
     lost = medians(rooms[:, :3]) - medians(rooms[:, -3:])
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.where(drift < 0, rooms[:, -1] / -drift, np.inf)
-    hit = np.flatnonzero(steady & (lost >= _LEAST_DRIFT) & (left <= thresholds[HEADROOM_RUNS_OUT_HORIZON]))
+    hit = np.flatnonzero(steady & (lost >= _LEAST_DRIFT) & (left <= thresholds[HEADROOM_RUNS_OUT["horizon"]]))
     if not len(hit):
         return
     worst = hit[np.argmin(left[hit])]
     now = float(rooms[worst, -1])
     overflowed = now <= 0 or bool((moment.values("nonfinite", rows[worst : worst + 1])[:, -HEADROOM_LOOKS:] > 0).any())
     said = (
-        "has overflowed its format's largest number"
+        "has overflowed its dtype"
         if overflowed
-        else f"is {2.0**now:.3g} times smaller than its format's largest number, and grows: it overflows "
+        else f"is {figure(2.0**now)} times smaller than the largest value of its dtype, and grows: it overflows "
         f"{ahead(float(left[worst]))}"
     )
-    severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT_NEAR] else "note"
+    severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT["near"]] else "note"
     yield HEADROOM_RUNS_OUT.finding(
         severity,
         f"The output of {TENSOR} {said}.",
@@ -176,14 +175,11 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
 
 
 UNDERFLOW_SPREADS = rule("AMP725", WATCHED)
-UNDERFLOW_SPREADS_HARMFUL = UNDERFLOW_SPREADS["harmful"]
-UNDERFLOW_SPREADS_RISE = UNDERFLOW_SPREADS["rise"]
-UNDERFLOW_SPREADS_HORIZON = UNDERFLOW_SPREADS["horizon"]
 UNDERFLOW_LOOKS = (8, 5)
 """Looks over which a drift is measured: a slow one shows over many looks, a fast one must be reported after a few."""
 _FIT = 0.8  # least share of the variance that the line must explain: a drift, not noise
 _WIDE = ("fp64", "fp32", "tf32", "bf16")  # no gradient of a training underflows in these formats
-_SAID = {"flushed_share": "becomes zero in the half format", "zero_share": "is zero"}
+_SAID = {"flushed_share": "becomes zero in fp16", "zero_share": "is zero"}
 """The measures, in this order, and their words in the message."""
 _RESOLVED = 1e-4  # a sample does not resolve a smaller share
 
@@ -209,7 +205,7 @@ def _spreads(
 
     fp16 zeros from inside a backward look like any other zeros. A share of zeros that was small and rises shows them.
     """
-    looks, now, rise = shares.shape[1], shares[:, -1], thresholds[UNDERFLOW_SPREADS_RISE]
+    looks, now, rise = shares.shape[1], shares[:, -1], thresholds[UNDERFLOW_SPREADS["rise"]]
     if not (now >= rise * np.maximum(shares[:, :3].min(axis=1), _RESOLVED)).any():
         return  # as at most looks; cheaper than the medians
     then = np.maximum(medians(shares[:, :3]), _RESOLVED)
@@ -219,25 +215,25 @@ def _spreads(
     rows, shares, now, then = rows[more], shares[more], now[more], then[more]
     logs = np.log(np.maximum(shares, _RESOLVED))
     drift = slope(moment.steps[-looks:], logs)
-    harmful, risen = thresholds[UNDERFLOW_SPREADS_HARMFUL], (drift > 0) & (_explained(logs) >= _FIT)
+    harmful, risen = thresholds[UNDERFLOW_SPREADS["harmful"]], (drift > 0) & (_explained(logs) >= _FIT)
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.log(harmful / np.maximum(now, _RESOLVED)) / drift
     over = risen & (np.minimum(now, shares[:, -2]) >= harmful)
-    coming = risen & ~over & (now > _RESOLVED) & (now < harmful) & (left <= thresholds[UNDERFLOW_SPREADS_HORIZON])
+    coming = risen & ~over & (now > _RESOLVED) & (now < harmful) & (left <= thresholds[UNDERFLOW_SPREADS["horizon"]])
     for hit, severity in ((np.flatnonzero(over), "warning"), (np.flatnonzero(coming), "note")):
         if not len(hit):
             continue
         worst = hit[np.argmax(now[hit])] if severity == "warning" else hit[np.argmin(left[hit])]
         becomes = (
-            f"above the {harmful:.0%} from which layers stop learning"
+            f"from {harmful:.0%} on layers stop learning"
             if severity == "warning"
             else f"at this drift it passes {harmful:.0%} {ahead(float(left[worst]))}"
         )
         yield UNDERFLOW_SPREADS.finding(
             "warning" if severity == "warning" else "note",
-            f"{now[worst]:.2%} of the gradient of {TENSOR} {_SAID[measure]}, after {then[worst]:.2%} "
-            f"{moment.line.step - int(moment.steps[-looks]):,} steps ago: {becomes}"
-            f"{f'; so do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+            f"{now[worst]:.2%} of the gradient of {TENSOR} {_SAID[measure]}; "
+            f"{moment.line.step - int(moment.steps[-looks]):,} steps ago it was {then[worst]:.2%}: {becomes}"
+            f"{f', as do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
             where=moment.where(rows[worst], "backward"),
             also=tuple(moment.where(rows[i], "backward") for i in hit if i != worst),
             evidence={
@@ -304,9 +300,8 @@ def _updates_lost(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     name = moment.formats[rows[worst]]
     yield UPDATES_LOST.finding(
         "warning",
-        f"{of_all[-1]:.0%} of the {name} weights that have a gradient are left as they were by the step "
-        f"({lost[worst, -1]:.0%} of {TENSOR}), and so it was in the last {NEW} looks: updates of less than half their "
-        "spacing are rounded away.",
+        f"In the last {NEW} looks {of_all[-1]:.0%} of the {name} weights that have a gradient did not move "
+        f"({lost[worst, -1]:.0%} of {TENSOR}): their updates are too small for {name} and are rounded away.",
         where=moment.where(rows[worst]),
         also=tuple(moment.where(rows[i]) for i in hit),
         evidence={
@@ -322,7 +317,6 @@ _LEAST_MOVE = 1e-6
 """Least move by a step, as a share of the parameter's norm. A bias before a BatchNorm, or a model that has learned all,
 moves less, by rounding errors: it stood still before."""
 STANDS_STILL = rule("AMP727", WATCHED)
-STANDS_STILL_OTHERS = STANDS_STILL["others"]
 
 
 @STANDS_STILL.judges(TensorState)
@@ -337,7 +331,7 @@ def _stands_still(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
         return
     moved = (ratios[:, :-NEW] > _LEAST_MOVE).sum(axis=1) >= NEW
     still = (ratios[:, -NEW:] == 0).all(axis=1)
-    if not still.any() or (ratios[:, -NEW:] > 0).all(axis=1).mean() < thresholds[STANDS_STILL_OTHERS]:
+    if not still.any() or (ratios[:, -NEW:] > 0).all(axis=1).mean() < thresholds[STANDS_STILL["others"]]:
         return
     hit = np.flatnonzero(moved & still & _reached(moment, rows))
     if not len(hit):
@@ -346,8 +340,8 @@ def _stands_still(moment: TensorState, thresholds: Thresholds) -> Iterator[Findi
     usual = float(np.median(ratios[worst, :-NEW]))
     yield STANDS_STILL.finding(
         "warning",
-        f"{TENSOR} has a gradient and has not moved in the last {NEW} looks; before, a step moved it by {usual:.2g} "
-        f"of its norm{f'; so it is with {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+        f"{TENSOR} has a gradient and has not moved in the last {NEW} looks. Before, a step moved it by {usual:.2g} "
+        f"of its norm{f', as for {len(hit) - 1} more' if len(hit) > 1 else ''}.",
         where=moment.where(rows[worst]),
         also=tuple(moment.where(rows[i]) for i in hit[1:]),
         evidence={"first": "optimizer", "update_ratio_before": usual, "tensors": len(hit)},
@@ -403,9 +397,9 @@ def _weights_break(moment: TensorState, thresholds: Thresholds, rule: Rule, *, s
     yield rule.finding(
         "warning",
         f"The norm of {TENSOR} has begun to {'grow' if sign > 0 else 'shrink'}: from {worst.before:.4g} to "
-        f"{worst.now:.4g} over the last {'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} "
-        f"robust deviations {'above' if sign > 0 else 'below'} its growth before"
-        f"{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
+        f"{worst.now:.4g} over the last {'look' if worst.looks == 1 else f'{worst.looks} looks'}. That is "
+        f"{worst.by:.0f} robust deviations {'above' if sign > 0 else 'below'} its trend"
+        f"{f', as for {len(found) - 1} more' if len(found) > 1 else ''}.",
         where=moment.where(worst.row),
         also=tuple(moment.where(one.row) for one in found[1:]),
         evidence={

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ampdoctor.diagnosis.health.lazy_numpy import np
 from ampdoctor.diagnosis.health.step_state import StepState
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.log_records import DetailLine, TensorDetail, column_of
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
+else:
+
+    class _Later:  # numpy, imported on first use: a watched script imports every rule, and numbers of steps need none
+        def __getattr__(self, name: str) -> Any:
+            import numpy as np
+
+            found = self.__dict__[name] = getattr(np, name)  # the next time it is there
+            return found
+
+    np = _Later()
 
 
 LOOKS = 16  # looks that are kept

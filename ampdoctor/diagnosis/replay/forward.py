@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
-from ampdoctor.diagnosis.replay.nonfinite import HELP
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule, short
+from ampdoctor.diagnosis.replay.nonfinite import HELP, at_step
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Thresholds
 from ampdoctor.evidence.trace import Amplified, Comparison, ParameterVsFp32, StepEvent
 
 FORWARD_PRECISION = rule("AMP208", REPLAYED)
-FORWARD_DEPARTS = FORWARD_PRECISION["departs"]
-FORWARD_ALONE = FORWARD_PRECISION["alone"]
 
 SLIGHT = 1e-5
 """Share of the norm of all gradients below which a parameter's own is not judged: where the true gradient is zero (the
@@ -33,7 +31,9 @@ def far_alone(
 ) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters with gradients far from fp32's, and farther than `known` by name, the farthest first."""
     least = SLIGHT * comparison.gradient_norm
-    far = [p for p in comparison.parameters if p.expected > least and error_of(p) > thresholds[FORWARD_ALONE]]
+    far = [
+        p for p in comparison.parameters if p.expected > least and error_of(p) > thresholds[FORWARD_PRECISION["alone"]]
+    ]
     return tuple(sorted((p for p in far if error_of(p) > known.get(p.name, 0.0)), key=error_of, reverse=True))
 
 
@@ -52,7 +52,7 @@ def departing_in_forward(amplified: Sequence[Amplified], thresholds: Thresholds)
     """Returns the ops whose results are wrong, in order, one for each op whose rounding causes them."""
     first: dict[object, Amplified] = {}
     for one in amplified:
-        if one.error > thresholds[FORWARD_DEPARTS]:
+        if one.error > thresholds[FORWARD_PRECISION["departs"]]:
             first.setdefault((one.source.module, one.source.op, one.source.source), one)
     return tuple(first.values())
 
@@ -60,18 +60,15 @@ def departing_in_forward(amplified: Sequence[Amplified], thresholds: Thresholds)
 def forward_precision_finding(comparison: Comparison, one: Amplified, far: Sequence[ParameterVsFp32]) -> Finding:
     """Makes the finding at the op whose rounding is the cause; `far` are the parameters with wrong gradients."""
     names = [p.name for p in far]
-    own = "the loss code" if one.source.phase == "loss" else "the model's own forward"
-    module = f"module {one.source.module}" if one.source.module else own
-    suffers = (
-        f"{one.where.op}{f' in module {one.where.module}' if one.where.module not in ('', one.source.module) else ''}"
-    )
-    makes = f"{suffers} makes of it" if one.where != one.source else "makes"
+    elsewhere = one.where.module and one.where.module != one.source.module
+    ops = one.source.op if one.where == one.source else f"{one.source.op}, seen at {one.where.op}"
+    ops = f"{ops} in {one.where.module}" if elsewhere else ops
     whose = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "no parameter"
     return FORWARD_PRECISION.finding(
         "error",
-        f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), "
-        f"and {makes} a value that is {one.error:.0%} away from fp32's; the gradient of {whose} is off by "
-        f"{together(far):.0%} (relative L2)",
+        f"{at_step(one.source)}rounding to {short(one.dtype)} (by {one.rounding:.1g}) changes a value by "
+        f"{one.error:.0%}. "
+        f"The gradient of {whose} is off by {together(far):.0%} (relative L2; {ops}).",
         where=one.source,
         cause="forward_precision",
         evidence={
@@ -92,7 +89,6 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
 
 DEPARTS_IN_HALF = rule("AMP207", RECOMMENDED)
 GRADIENTS_DEPART = DEPARTS_IN_HALF["relative_error"]
-GRADIENTS_WRONG = DEPARTS_IN_HALF["wrong"]
 
 
 def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
@@ -100,9 +96,9 @@ def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHO
     if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
         return None
     return DEPARTS_IN_HALF.finding(
-        "error" if comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
-        f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
-        "L2), and nothing that was looked at explains it",
+        "error" if comparison.gradient_error > thresholds[DEPARTS_IN_HALF["wrong"]] else "warning",
+        f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative L2); "
+        "no known reason explains it",
         where=Where(step=comparison.step, phase="backward"),
         evidence={
             "gradient_error": comparison.gradient_error,
@@ -131,7 +127,7 @@ def departs(
     phase = phases.get((nonfinite or "grad").partition(":")[0], "optimizer")
     return DEPARTS_IN_HALF.finding(
         "note" if settled else "error" if step is not None else "warning",
-        f"in {precision} {harm}, in fp32 the run is fine, and no measured range explains it: {advice}",
+        f"in {precision} {harm}; in fp32 the run is fine, and no measured range explains it: {advice}",
         where=Where(step=step, phase=phase, nonfinite="none" if step is None else "nan"),
         evidence={"nonfinite": nonfinite, "relative_error": relative_error},
         prescription=prescription,
@@ -139,7 +135,6 @@ def departs(
 
 
 STALE_CASTS = rule("AMP210", REPLAYED)
-STALE_BETTER = STALE_CASTS["better"]
 ADVICE = (
     "Enter torch.autocast anew for each forward, and leave it before the weights are written (optimizer.step(), a "
     "swap, an average, a clipping); or call torch.clear_autocast_cache() after each write, or give torch.autocast "
@@ -174,19 +169,19 @@ def stale_casts_finding(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Finding | None:
     """Makes the finding for gradients of old weights; `anew` is their error with new copies, None without fp32."""
-    if not error > (thresholds[STALE_BETTER] * anew if anew is not None else 0.0):
+    if not error > (thresholds[STALE_CASTS["better"]] * anew if anew is not None else 0.0):
         return None
     others = f" and {old.weights - 1} more" if old.weights > 1 else ""
     away = (
-        f"{error:.2g} away from those with copies that are made anew (relative L2)"
+        f"{error:.2g} away from those with new copies (relative L2)"
         if anew is None
-        else f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with copies that are made anew"
+        else f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with new copies"
     )
     figures = {"gradient_error": error} | ({} if anew is None else {"gradient_error_with_new_casts": anew})
     return STALE_CASTS.finding(
         _severity(error, thresholds),
-        f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}), and the forwards after "
-        f"that in the same context use the half copies of the old weights: the gradients are {away}",
+        f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}). Later forwards in that "
+        f"context use copies of the old weights: the gradients are {away}.",
         where=old.where,
         cause="stale_casts",
         evidence={**figures, "weights": old.weights, "used_at": old.used_at},

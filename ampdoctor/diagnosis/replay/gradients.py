@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
-from ampdoctor.diagnosis.replay.nonfinite import HELP
+from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule, scale_text
+from ampdoctor.diagnosis.replay.nonfinite import HELP, at_step
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import RangeFigures
@@ -22,8 +22,6 @@ from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32
 GRADIENT_UNDERFLOW = rule("AMP301", MEASURED)
 ZEROED_SHARE = GRADIENT_UNDERFLOW["zeroed_share"]
 ZEROED = GRADIENT_UNDERFLOW["zeroed"]
-SHARE_WARNING = GRADIENT_UNDERFLOW["share_warning"]
-SHARE_BAD = GRADIENT_UNDERFLOW["share_bad"]
 CLEARLY_BETTER = GRADIENT_UNDERFLOW["better"]
 
 LOSSY = 1e-2
@@ -62,9 +60,9 @@ def underflow_seen(
         return None  # an error without lost elements is rounding, which no scale changes
     return GRADIENT_UNDERFLOW.finding(
         severity,
-        f"at a loss scale of {scale:g}, {now['activation_grad']:.2%} of the activation gradients and "
-        f"{now['weight_grad']:.2%} of the weight gradients that are not zero become zero; the weight gradients are "
-        f"{error:.2g} away from fp32's (relative L2)",
+        f"at loss scale {scale_text(scale)}, {now['activation_grad']:.2%} of the nonzero activation gradients and "
+        f"{now['weight_grad']:.2%} of the weight gradients become zero. "
+        f"The weight gradients are {error:.2g} away from fp32's (relative L2).",
         where=Where(step=0, phase="backward"),
         cause="grad_underflow",
         evidence={"loss_scale": scale, "now": dict(now), "with_the_change": None if then is None else dict(then)},
@@ -73,9 +71,9 @@ def underflow_seen(
 
 
 def _severity_of_share(flushed: float, thresholds: Thresholds) -> Severity | None:
-    if flushed > thresholds[SHARE_BAD]:
+    if flushed > thresholds[GRADIENT_UNDERFLOW["share_bad"]]:
         return "error"
-    return "warning" if flushed > thresholds[SHARE_WARNING] else None
+    return "warning" if flushed > thresholds[GRADIENT_UNDERFLOW["share_warning"]] else None
 
 
 def underflow_expected(
@@ -100,13 +98,13 @@ def underflow_expected(
             known.add(_severity_of_share(activation.flushed, thresholds))
         severity = "error" if "error" in known else "warning" if "warning" in known else None
     kept_in_part = (
-        f"; {weight.subnormal:.2%} of the weight gradients keep fewer bits, and rounding leaves these gradients "
-        f"{weight.relative_error:.2g} away from what they are (relative L2)"
+        f". {weight.subnormal:.2%} of the weight gradients keep fewer bits: rounding changes them by "
+        f"{weight.relative_error:.2g} (relative L2)."
     )
     return GRADIENT_UNDERFLOW.finding(
         severity or "note",
-        f"in fp16 at a loss scale of {scale:g}, {activation.flushed:.2%} of the activation gradients and "
-        f"{weight.flushed:.2%} of the weight gradients that are not zero would become zero "
+        f"in fp16 at loss scale {scale_text(scale)}, {activation.flushed:.2%} of the nonzero activation gradients and "
+        f"{weight.flushed:.2%} of the weight gradients would become zero "
         f"(bf16: {bf16.flushed:.2%}){kept_in_part if harmful else ''}",
         where=Where(step=0, phase="backward"),
         cause="grad_underflow",
@@ -141,11 +139,11 @@ def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Sev
     """Makes the finding at the backward's first op that flushes most of its result, else the op that flushes most."""
     first = next((f for f in flushes if f.fraction > 0.5), None) or max(flushes, key=lambda f: f.fraction)
     scale = next((event.scale for event in comparison.events if event.scale is not None), None)
-    scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
+    scaled = "without a loss scale" if scale is None else f"at loss scale {scale_text(scale)}"
     return GRADIENT_UNDERFLOW.finding(
         severity,
-        f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 are zero "
-        f"here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
+        f"{at_step(first.where)}{comparison.zeroed:.1%} of the gradient elements are zero here, {scaled}, and not in "
+        f"fp32. The gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2).",
         where=first.where,
         cause="grad_underflow",
         evidence={
@@ -163,14 +161,13 @@ def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Sev
 
 
 STARVED_PARAMETERS = rule("AMP304", REPLAYED)
-STARVED_LOST = STARVED_PARAMETERS["lost"]
 
 NAMED = 16  # parameters that the evidence names
 
 
 def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterVsFp32, ...]:
     """Returns the parameters that get no gradient in any step since fp32 gives one, with their first values."""
-    share = thresholds[STARVED_LOST]
+    share = thresholds[STARVED_PARAMETERS["lost"]]
     first: dict[str, ParameterVsFp32] = {}
     fed: set[str] = set()
     for step in compared:
@@ -213,7 +210,7 @@ def starved_finding(
     """Makes one finding for starved parameters; `flush` or `saturated` is the op that loses their gradients."""
     first, names = compared[0], [p.name for p in parameters]
     scale = next((event.scale for event in first.events if event.scale is not None), None)
-    scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
+    scaled = "without a loss scale" if scale is None else f"at loss scale {scale_text(scale)}"
     module = common_module(names)
     where = Where(step=first.step, phase="backward", module=module, tensor=names[0] if len(names) == 1 else None)
     cause: Cause = "grad_underflow" if saturated is None else "forward_precision"
@@ -221,12 +218,12 @@ def starved_finding(
     who = names[0] if len(names) == 1 else f"{len(names)} parameters of {module or 'the model'}"
     several = len(names) > 1
     steps = f"in all {len(compared)} steps that were compared" if len(compared) > 1 else "in the step that was compared"
-    said = f"{who} {'get' if several else 'gets'} no gradient {scaled}, {steps}, and in fp32 "
+    said = f"{who} {'get' if several else 'gets'} no gradient {scaled}, {steps}. In fp32 "
     fed = {p.name.rpartition(".")[0] for p in first.parameters if p.name not in names}
     whole_module = any(p.name.rpartition(".")[0] not in fed for p in first.parameters)
     much = f"{'they do' if several else 'it does'} (norm {largest.expected:.2g} of {first.gradient_norm:.2g})"
     if saturated is not None:
-        much += f": {saturated.op} in {saturated.module or 'the loss code'} has rounded into saturation"
+        much += f". An op in {saturated.module or 'the loss code'} is saturated by rounding ({saturated.op})."
     return STARVED_PARAMETERS.finding(
         "error" if whole_module else "warning",
         f"step {first.step}: {said}{much}",

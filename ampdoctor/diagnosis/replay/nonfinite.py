@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, rule, rules
-from ampdoctor.evidence.location import Where
+from ampdoctor.diagnosis.catalogue import REPLAYED, figure, rule, rules, short
+from ampdoctor.diagnosis.scan.tensors import BEYOND_FP16_SAID, FP16_OVERFLOW_AT
+from ampdoctor.evidence.location import NonFinite, Where
 from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import LOST, NonFiniteOrigin, NonFiniteReport, Operand, StepOutcome, TensorStats, Trace
@@ -46,9 +47,8 @@ CODES: Mapping[Cause, str] = {
 STATE_CODES: Mapping[str, str] = {"param": "AMP101", "buffer": "AMP102", "optimizer_state": "AMP103"}
 HELP: Mapping[Cause, str] = {
     "bad_checkpoint": "Go back to a checkpoint from before the value was saved, or repair that tensor.",
-    "bad_data": "Check or drop this batch in the data pipeline; rescale inputs that the compute format cannot hold.",
-    "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least "
-    "1e-7).",
+    "bad_data": "Check or drop this batch in the data pipeline; scale inputs down that do not fit the dtype.",
+    "invalid_op": "Guard the operand: clamp it, or use an epsilon that is not zero in the dtype (fp16: at least 1e-7).",
     "kernel_defect": "Try another kernel: attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), "
     "torch.backends.cudnn.enabled = False, torch.backends.mkldnn.enabled = False (oneDNN), or the op written in "
     "torch's own; fp32 and another shape run another kernel too. Report it with the shapes and the dtype.",
@@ -56,7 +56,7 @@ HELP: Mapping[Cause, str] = {
     "forward.",
     "forward_precision": "Compute this in fp32, and count (positions, ids, steps) in integers; no loss scale helps a "
     "forward.",
-    "backward_overflow": "Run this op in fp32: its derivative does not fit the compute format.",
+    "backward_overflow": "Run this op in fp32: its derivative does not fit the dtype.",
     "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",
     "scaler_collapse": "No loss scale works: use bf16, or bring the loss's own factor down.",
     "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
@@ -233,145 +233,166 @@ def past_the_scaler(outcome: StepOutcome) -> bool:
 
 _MEANT = {
     "masked_row": "a whole row of its operand is masked",
-    "infinity": "infinities meet in it that were meant",
-    "added_up": "infinities that were meant to mask are added up in it",
+    "infinity": "infinities that were meant as a mask meet in it",
+    "added_up": "infinities that were meant as a mask are added up in it",
     "masked_target": "a class that is to be learned is masked",
     "empty_input": "an input is empty",
 }  # what is wrong, by `Operand.made_by`, where the operand's value shows no more
-_HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-
-
-def place(where: Where) -> str:
-    """The module or the part of the loop, in words."""
-    if where.phase == "data":
-        return f"batch {where.step}"
-    if where.module:
-        return f"module {where.module}"
-    return {
-        "forward": "the model's own forward",
-        "loss": "the loss code",
-        "optimizer": "the optimizer's step",
-        "scaler": "the scaler",
-    }.get(where.phase, "the model's own forward or the loss code")
+_PARTS: Mapping[str, str] = {
+    "forward": "the model's own forward",
+    "loss": "the loss code",
+    "optimizer": "the optimizer's step",
+    "scaler": "the scaler",
+}
+_EQUAL = 0.01  # log2 of a factor that is left out, because it is shown as 1
+_WHOSE = {
+    "data": "the batch",
+    "param": "the parameter",
+    "buffer": "the buffer",
+    "grad": "the gradient of",
+    "gradient": "the backward",
+}
 
 
 def sentence_of(origin: NonFiniteOrigin, cause: Cause) -> str:
-    """Formats what became non-finite, where and why, with the numbers that decide it."""
-    where = origin.where
-    what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
+    """Formats what became non-finite and why, with the numbers that decide it; the ops stand in the last bracket."""
+    what = {"nan": "NaN", "inf": "Inf", "none": "a wrong value"}[origin.where.nonfinite]
+    before, operand = at_step(origin.where), origin.operand
     if origin.came_from != "op":
-        return _uncomputed(origin, what)
-    if origin.operand is not None and origin.operand.made_by == "unseen":
-        return (
-            f"step {where.step}, {where.phase}: what {_deed(origin)} in {_place(origin)} made was finite, and holds "
-            f"{what} when it is next read: code that torch does not see (Triton, ctypes, NumPy) wrote it"
-        )
-    inputs = "infinite inputs" if any(stats.infs for stats in origin.inputs) else "finite inputs"
-    text = f"step {where.step}, {where.phase}: {_deed(origin)} in {_place(origin)} makes {what} from {inputs}"
+        return before + _uncomputed(origin, what)
+    if operand is not None and operand.made_by == "unseen":
+        wrote = "code outside torch (Triton, ctypes, NumPy) wrote it"
+        return f"{before}the result was finite, and holds {what} at its next read: {wrote} ({_op(origin)})"
+    verdict, over = origin.recomputed, log2_over_limit(origin)
     if cause == "kernel_defect":
-        return f"{text}: {_defect(origin)}"
-    over = log2_over_limit(origin)
-    verdict = origin.recomputed
-    if verdict is not None and over is not None:
-        wider = ", and beyond float32's" if verdict.finite32 is False and _format(origin) in _HALVES else ""
-        return (
-            f"{text}: {verdict.amax:.4g} in float64, {2.0**over:.3g} times {_format(origin)}'s largest value "
-            f"{verdict.limit:.5g}{wider}"
-        )
-    if verdict is not None and verdict.overflow:
-        return f"{text}: " + (
-            f"a partial result inside the op goes beyond {_format(origin)}, though the whole is {verdict.amax:.4g}"
-            if verdict.finite
-            else "the result is beyond float64 as well"
-        )
-    if origin.operand is not None and verdict is not None and verdict.finite and origin.operand.made_by in LOST:
-        lost = f"{origin.operand.float64:.10g} is {origin.operand.here:g} in {_format(origin)}"
-        return f"{text}, but not in float64: a constant inside the op is lost, {lost}"
-    if origin.operand is not None and (verdict is None or not verdict.finite):
-        return f"{text}: {_operand(origin.operand)}"
-    if verdict is not None and not verdict.finite:
-        return f"{text}, and in float64 as well: {_poison(origin)}"
-    if cause == "optimizer_precision":
-        return f"{text}: the state's format loses what the update divides by"
-    return text
+        said = _defect(origin, what)
+    elif verdict is not None and over is not None:
+        whose = "a gradient of " if origin.where.phase == "backward" else ""
+        times = f"{2.0**over:.3g} times; " if over > _EQUAL else ""
+        wider = ", and does not fit fp32 either" if verdict.finite32 is False and _format(origin) != "fp32" else ""
+        return f"{before}{whose}{figure(verdict.amax)} is above {_limit(origin)}{wider} ({times}{_op(origin)})"
+    elif verdict is not None and verdict.overflow:
+        said = "the result does not fit fp64 either"
+        if verdict.finite:
+            said = f"a partial result in the op is above {_limit(origin)}, and the whole is {figure(verdict.amax)}"
+    else:
+        said = f"{what} from {'infinite' if any(stats.infs for stats in origin.inputs) else 'finite'} inputs"
+        said += _invalid(origin, cause)
+    maker = _maker(operand) if operand is not None and (verdict is None or not verdict.finite) else ""
+    return f"{before}{said} ({_op(origin)}{maker})"
 
 
-def _defect(origin: NonFiniteOrigin) -> str:
+def _invalid(origin: NonFiniteOrigin, cause: Cause) -> str:
+    """Formats why an op is not finite for its inputs, to follow that it is not."""
+    verdict, operand = origin.recomputed, origin.operand
+    finite = verdict is not None and verdict.finite
+    if operand is not None and finite and operand.made_by in LOST:
+        return f", not in fp64: a constant of {operand.float64:.10g} inside the op becomes {operand.here:g}"
+    if operand is not None and not finite:
+        return f": {_operand(operand)}"
+    if verdict is not None and not finite:
+        return f", in fp64 as well: {_poison(origin)}"
+    return ": the state's dtype loses what the update divides by" if cause == "optimizer_precision" else ""
+
+
+def at_step(where: Where) -> str:
+    """Formats the beginning of a message, which a report's outline has in the finding's first line already."""
+    about = where.tensor or where.module
+    return f"step {where.step}{about and f', {about}'}: "
+
+
+def _defect(origin: NonFiniteOrigin, what: str) -> str:
     verdict = origin.recomputed
     if origin.operand is not None and origin.operand.made_by == "unwritten":
-        return "it shows memory that no op has written"
+        return f"the result holds {what} in memory that no op has written"
     if verdict is not None and verdict.returns is False:
-        return "run again on the same inputs it is finite: the kernel shows memory that it has not written, or races"
+        return (
+            f"{what} once, and a finite result again from the same inputs: the kernel reads unwritten memory, or races"
+        )
     if verdict is not None and not verdict.finite:
-        return "this kernel gives it for every input that was tried, in float64 as well"
-    amax = "" if verdict is None else f" ({verdict.amax:.4g} in float64, of {_format(origin)}'s {verdict.limit:.5g})"
-    kind = "NaN" if origin.where.nonfinite == "nan" else "an infinity"
-    return f"this kernel gives {kind} where the arithmetic is finite and in range{amax}"
+        return f"this kernel returns {what} for every input that was tried, in fp64 as well"
+    amax = "" if verdict is None else f": {figure(verdict.amax)} in fp64, below {_limit(origin)}"
+    return f"this kernel returns {what} where the result is finite and in range{amax}"
 
 
 def _uncomputed(origin: NonFiniteOrigin, what: str) -> str:
-    where = origin.where
     if origin.came_from == "data":
-        return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
+        return f"the batch holds {what} before the forward{_first_of(origin)}"
     if origin.came_from in STATE:
-        return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
+        return f"the state before the step holds {what} ({origin.where.op})"
     if origin.came_from == "grad":
-        return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
-    text = f"step {where.step}, {where.phase}: {_deed(origin)} in {_place(origin)}"
-    return (
-        f"{text} writes {what} down"
-        if origin.kernel or where.op == LITERAL
-        else f"{text} reads {what} that was there before"
-    )
+        return f"the gradient holds {what} of an earlier step: it was not cleared"
+    if origin.kernel or origin.where.op == LITERAL:
+        return f"the code writes {what} here ({_op(origin)})"
+    return f"{what} was there before this op read it ({_op(origin)})"
 
 
 def _operand(operand: Operand) -> str:
-    here = "not finite" if operand.here is None else f"{operand.here:.6g}"
-    maker = "" if operand.op is None else operand.op
-    if operand.source is not None:
-        maker += f" at {operand.source.file}:{operand.source.line}"
+    here = "not finite" if operand.here is None else figure(operand.here)
+    fmt = short(operand.dtype)
     if operand.float64 is not None and operand.made_by in ("flushed", "flushed_epsilon", "rounded_to_one"):
-        first = {
-            "flushed_epsilon": f"flushed {operand.amax:.4g} to 0 in {operand.dtype}",
-            "flushed": f"flushed up to {operand.amax:.4g} to 0 in {operand.dtype}",
-            "rounded_to_one": f"rounded to 1 in {operand.dtype} what is {operand.amax:.10g} in float64",
+        lost = {
+            "flushed_epsilon": f"{fmt} has flushed {figure(operand.amax)} to 0",
+            "flushed": f"{fmt} has flushed up to {figure(operand.amax)} to 0",
+            "rounded_to_one": f"{fmt} has rounded {operand.amax:.10g} to 1",
         }[operand.made_by]
-        return f"its operand is {here} (in float64 {operand.float64:.10g}), because {maker or 'an op'} {first}"
-    meant = _MEANT.get(operand.made_by)
-    if meant is not None:
-        return f"{meant}{f' ({maker})' if maker else ''}"
+        return f"its operand is {here}, and {operand.float64:.10g} in fp64, because {lost}"
+    if operand.made_by in _MEANT:
+        return _MEANT[operand.made_by]
     if operand.made_by == "number":
-        return f"a number among its arguments is {here}, which Python code made (a learning rate, a factor)"
+        return f"an argument is {here}, which Python code computed (a learning rate, a factor)"
     if operand.made_by == "computed":
-        return f"its operand is {here}, and {maker or 'the op'} makes that in float64 as well"
+        return f"its operand is {here}, in fp64 as well"
     if operand.made_by == "constant":
-        return f"its operand is {here}, which the code writes{f' ({maker})' if maker else ''}"
+        return f"its operand is {here}, which the code writes"
     kind, _, name = operand.made_by.partition(":")
-    whose = {"data": "the batch", "param": "the parameter", "buffer": "the buffer", "grad": "the gradient of"}
-    whose["gradient"] = "the backward"
     return (
-        f"its operand is {here}, which came from {whose.get(kind, 'the optimizer state')}{f' {name}' if name else ''}"
+        f"its operand is {here}, which came from {_WHOSE.get(kind, 'the optimizer state')}{f' {name}' if name else ''}"
     )
 
 
-def _place(origin: NonFiniteOrigin) -> str:
-    return "the code after the backward" if origin.after_backward else place(origin.where)
+def _maker(operand: Operand) -> str:
+    """Formats the op that made the operand, for the end of the bracket."""
+    source = operand.source
+    parts = (operand.op, None if source is None else f"{source.file}:{source.line}")
+    made = " at ".join(part for part in parts if part)
+    return f"; operand: {made}" if made else ""
 
 
-def _deed(origin: NonFiniteOrigin) -> str:
+def _op(origin: NonFiniteOrigin) -> str:
+    """Formats the op, and the part of the step where no module has it."""
+    where = origin.where
     named = next((stats.name for stats in origin.inputs if stats.name), None)
-    if named is None or origin.kernel != "aten._to_copy":
-        return origin.where.op or origin.kernel
-    return f"{origin.where.op} (the cast of {named.replace(':', ' ')} to {_format(origin)})"
+    op = where.op or origin.kernel
+    if named is not None and origin.kernel == "aten._to_copy":
+        op = f"cast of {named.replace(':', ' ')} to {_format(origin)}"
+    if origin.after_backward:
+        return f"{op} in the code after the backward"
+    return op if where.module else f"{op} in {_PARTS.get(where.phase, 'the model or the loss code')}"
 
 
 def _format(origin: NonFiniteOrigin) -> str:
-    return origin.outputs[0].dtype if origin.outputs else "the format"
+    return short(origin.outputs[0].dtype) if origin.outputs else "its dtype"
+
+
+def _limit(origin: NonFiniteOrigin) -> str:
+    limit = 0.0 if origin.recomputed is None else origin.recomputed.limit
+    return f"{_format(origin)}'s largest value, {figure(limit)}"
+
+
+def _first_of(origin: NonFiniteOrigin) -> str:
+    """Formats the place of a batch's first such value, and how many there are."""
+    first = origin.outputs[0] if origin.outputs else None
+    if first is None or not origin.index:
+        return ""
+    name = origin.where.tensor or "batch"
+    at = f"{name if ' ' not in name else 'index '}[{', '.join(map(str, origin.index))}]"
+    return f", first at {at} ({first.nans + first.infs:,} of {math.prod(first.shape):,} values)"
 
 
 def _poison(origin: NonFiniteOrigin) -> str:
     if any(stats.infs for stats in origin.inputs):
-        return "infinities that were meant meet (a row that is masked as a whole, or inf - inf)"
+        return "infinities that were meant as a mask meet (a row that is masked as a whole, or inf - inf)"
     if any(0 in stats.shape for stats in origin.inputs):
         return "an input is empty"
     if any(stats.zeros for stats in origin.inputs):
@@ -380,12 +401,11 @@ def _poison(origin: NonFiniteOrigin) -> str:
 
 
 FORWARD_OVERFLOW = rule("AMP201", REPLAYED)
-DEPARTURE = FORWARD_OVERFLOW["departure"]
 INVALID_OP = rule("AMP202", REPLAYED)
 BACKWARD_OVERFLOW = rule("AMP203", REPLAYED)
 BAD_DATA = rule("AMP204", REPLAYED)
 
-_BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, look at the learning rate and the data."
+_BEYOND_FLOAT32 = "It does not fit fp32 either: bring the op's inputs down, look at the learning rate and the data."
 
 
 def origin_finding(
@@ -418,7 +438,7 @@ def _help(origin: NonFiniteOrigin, cause: Cause) -> str:
 def origin_numbers(origin: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -> dict[str, Any]:
     """Returns the numbers behind an origin as evidence; `others` are reported with it."""
     verdict = origin.recomputed
-    numbers: dict[str, Any] = {
+    numbers: dict[str, Any] = ({"first_index": list(origin.index)} if origin.index else {}) | {
         "kernel": origin.kernel,
         "origin": origin.came_from,
         "inputs": [_shown(stats) for stats in origin.inputs],
@@ -468,5 +488,103 @@ def is_absorbed(origin: NonFiniteOrigin) -> bool:
 
 def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[NonFiniteOrigin, ...]:
     """Returns overflows that left a finite value behind, but one far from the correct one, both in float64."""
-    most = thresholds[DEPARTURE]
+    most = thresholds[FORWARD_OVERFLOW["departure"]]
     return tuple(origin for origin in trace.origins if not origin.affected and origin.departs > most)
+
+
+# -- values that are not finite before the first step, and copies beside the model that are not --
+
+_BESIDE = "beside:"
+_THROUGH_HALF = (
+    "Copy it from the model, and validate a copy (copy.deepcopy(average).half()) or under autocast, which casts no "
+    "weight in place."
+)
+_LOST = "Look at the code that writes to it, and copy it from the model: an average of Inf or NaN never recovers."
+_SHOWN = 3
+
+
+def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
+    """Makes the finding for a "param", "buffer" or "optimizer_state" that is non-finite before the first step."""
+    count = stats.nans + stats.infs
+    return rules()[STATE_CODES[kind]].finding(
+        "error",
+        f"{at_step(where)}{count:,} of {math.prod(stats.shape):,} values are not finite before the first step "
+        f"({where.op})",
+        where=where,
+        cause="bad_checkpoint",
+        evidence={**_numbers(stats), "finite_amax": stats.amax},
+        advice=HELP["bad_checkpoint"],
+        prescription=Prescription.untried(
+            f"replace {where.tensor}",
+            "only an earlier checkpoint has the lost values",
+            "Resume from a checkpoint in which this tensor is finite.",
+        ),
+    )
+
+
+def hand_update_finding(where: Where, number: float | None) -> Finding:
+    """Makes the finding for a parameter that an update by hand ruined; `number` is a bad argument of its op."""
+    why = "" if number is None else f", with {number} among its arguments"
+    cause: Cause = "optimizer_precision" if number is None else "invalid_op"
+    return rules()[CODES[cause]].finding(
+        "error",
+        f"{at_step(where)}not finite after the loop's own update from finite tensors{why} ({where.op})",
+        where=where,
+        cause=cause,
+        evidence={"number": number},
+        advice=HELP[cause],
+    )
+
+
+def harms_beside_alone(origin: NonFiniteOrigin) -> bool:
+    """Returns whether no part of the model is harmed, and the op is a cast to half or code after the backward."""
+    if not origin.affected or not all(harm.startswith(_BESIDE) for harm in origin.affected):
+        return False
+    return _casts_to_half(origin) or origin.after_backward
+
+
+def beside_finding(origin: NonFiniteOrigin) -> Finding:
+    """Makes the finding for an origin of `harms_beside_alone`."""
+    names = [harm.removeprefix(_BESIDE) for harm in origin.affected]
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    cast = _casts_to_half(origin)
+    beside = replace(origin, where=replace(origin.where, tensor=names[0]))
+    deed = ", which was cast to fp16 and back" if cast else ""
+    message = f"{sentence_of(beside, 'forward_overflow')}. It stays in {shown}, beside the model{deed}."
+    return _beside_finding(beside.where, message, origin_numbers(origin, ()), cast=cast)
+
+
+def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tuple[str, float] | None) -> Finding:
+    """Makes the finding for a tensor beside the model, finite after step `since`; `twin` is the model's of its name."""
+    cast = twin is not None and not stats.nans and twin[1] >= FP16_OVERFLOW_AT
+    kind: NonFinite = "nan" if stats.nans else "inf"
+    where = Where(step=step, phase="optimizer", module=name.rpartition(".")[0], tensor=name, nonfinite=kind)
+    count = f"{stats.nans + stats.infs:,}"
+    message = f"{at_step(where)}{count} values beside the model are not finite, and were after step {since}"
+    if cast and twin is not None:
+        message += f". {BEYOND_FP16_SAID.format(name=twin[0], amax=figure(twin[1]))}."
+    evidence = {**_numbers(stats), "finite_after": since, "nonfinite_after": step}
+    return _beside_finding(where, message, evidence, cast=cast)
+
+
+def _beside_finding(where: Where, message: str, evidence: dict[str, Any], *, cast: bool) -> Finding:
+    advice = _THROUGH_HALF if cast else _LOST
+    change = "cast a copy, not the average itself" if cast else f"mend what writes to {where.tensor}"
+    return rules()["AMP114" if cast else "AMP101"].finding(
+        "error",
+        message,
+        where=where,
+        evidence=evidence,
+        advice=advice,
+        prescription=Prescription.untried(change, "the change is in the run's own code", advice),
+    )
+
+
+def _numbers(stats: TensorStats) -> dict[str, Any]:
+    return {"nans": stats.nans, "infs": stats.infs, "dtype": stats.dtype, "shape": list(stats.shape)}
+
+
+def _casts_to_half(origin: NonFiniteOrigin) -> bool:
+    return origin.kernel in ("aten._to_copy", "aten.copy_") and any(
+        stats.dtype == "float16" for stats in origin.outputs
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule
+from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule, scale_text
 from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN
 from ampdoctor.evidence.checkpoint_stats import ScalerState
@@ -42,7 +42,7 @@ def known_failure(
     if loss is not None and not math.isfinite(loss):
         return KnownFailure(why=f"a loss of {loss} was saved with its checkpoint")
     if scaler is not None and 0 < scaler.scale < 1 and scaler.growth_tracker == 0:
-        return KnownFailure(why=f"its checkpoint's loss scale has come down to {scaler.scale:g}")
+        return KnownFailure(why=f"its checkpoint's loss scale has come down to {scale_text(scaler.scale)}")
     return KnownFailure(why="so the user says") if said else None
 
 
@@ -51,7 +51,7 @@ def not_reproduced_finding(known: KnownFailure, seen: Mapping[str, Any], differs
     steps = seen["steps"]
     return NOT_REPRODUCED.finding(
         "note",
-        f"the run is known to fail ({known.why}), but {steps} step{'' if steps == 1 else 's'} of it stayed finite here",
+        f"the run is known to fail ({known.why}); {steps} step{'' if steps == 1 else 's'} of it stayed finite here",
         where=Where(step=max(steps - 1, 0), phase="loss"),
         evidence={"known_from": known.why, "failing_step": known.step, **seen, "differences": list(differs)},
         advice="What differs here: " + "; ".join(differs) + ".",
@@ -73,8 +73,8 @@ def nondeterministic_finding(
     """Makes the finding for a step that gave other bits; the loss or the largest values of `what` differed first."""
     return NONDETERMINISTIC_REPLAY.finding(
         severity,
-        f"step {step} does not come back bit by bit from the same state and random state: the first "
-        f"difference is the {what or 'loss'}, {first:.9g} and then {second:.9g}",
+        f"step {step} gives other numbers from the same state and random state. First the {what or 'loss'} differs: "
+        f"{first:.9g}, then {second:.9g}.",
         where=Where(step=step, phase="forward"),
         evidence={"differs": what or "loss", "first": first, "second": second},
         advice="Seed every generator in the factory, and keep counters and files of the loop inside it.",
@@ -96,8 +96,8 @@ def diverging_finding(origin: NonFiniteOrigin, losses: Sequence[float | None]) -
     grew = "" if losses[0] is None or before is None else f" (loss {losses[0]:.3g} in step 0, {before:.3g} before it)"
     return NONFINITE_IN_FP32.finding(
         "error",
-        f"step {origin.where.step} is not finite, and in fp32 from the start step {last} is not either{grew}: "
-        "the updates drive the run there, and precision is not the cause",
+        f"step {origin.where.step} is not finite, and in fp32 from the start step {last} is not either{grew}. "
+        "The updates drive the run there: precision is not the cause.",
         where=Where(step=origin.where.step, phase=origin.where.phase, nonfinite=origin.where.nonfinite),
         evidence={"fp32_step": last, "fp32_losses": list(losses)},
         advice=DIVERGES,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, figure, rule, scale_text
 from ampdoctor.diagnosis.scan.between import LinearTrend, course
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.location import Where
@@ -31,8 +31,7 @@ def forward_range(modules: Mapping[str, float], prescription: Prescription | Non
     worst = max(modules, key=lambda name: (modules[name], name))
     return FORWARD_RANGE.finding(
         "warning",
-        f"activations of {worst or 'the model'} reach {modules[worst]:.4g} (fp16 ends at 65504): no loss scale helps a "
-        "forward",
+        f"activations reach {figure(modules[worst])}; fp16's largest value is 65,504. No loss scale helps a forward.",
         where=Where(phase="forward", module=worst),
         also=tuple(Where(phase="forward", module=name) for name in sorted(modules) if name != worst),
         cause="forward_overflow",
@@ -50,8 +49,8 @@ def no_common_scale(
     """Makes the finding of AMP303: modules that the best scale does not serve, and their share of the parameters."""
     return NO_COMMON_SCALE.finding(
         "warning" if share > thresholds[FP32_SHARE] else "note",
-        f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
-        f"({share:.1%} of the parameters) lose more than bf16 would",
+        f"at {scale_text(scale)}, the best loss scale, the gradients of {len(modules)} modules lose more than in bf16 "
+        f"({share:.1%} of the parameters)",
         where=Where(phase="backward", module=modules[0]),
         also=tuple(Where(phase="backward", module=name) for name in modules[1:]),
         evidence={"modules": list(modules), "share": share, "loss_scale": scale},
@@ -73,15 +72,15 @@ def scale_too_high(
     begun_again: int = 0,
 ) -> Finding:
     """Makes the finding of AMP405; `step` is the first harmed step, or the last that the scaler skips."""
-    what = "the scaler still skips the last step"
+    what = f"the scaler still skips step {step}, the last"
     if begun_again:
-        what = f"the scaler is made anew {begun_again} times, as in each epoch, and still skips the last step"
+        what = f"a new scaler is made {begun_again} times, as in each epoch, and still skips step {step}, the last"
     if harmed is not None:
-        what = f"{harmed} becomes non-finite, and nothing skips the step"
+        what = f"{harmed} is not finite in step {step}, and nothing skips it"
     found = SCALE_TOO_HIGH.finding(
         "warning" if harmed is None and not begun_again else "error",
-        f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
-        f"{bound_by} fits up to {wanted:g}",
+        f"at loss scale {scale_text(scale)} scaled gradients overflow fp16: {what}. "
+        f"{scale_text(wanted)} is the largest that fits ({bound_by}).",
         where=Where(step=step, phase="backward", nonfinite="inf"),
         cause="grad_overflow",
         evidence={"loss_scale": scale, "largest_that_fits": wanted, "bound_by": bound_by, "harmed": harmed},
@@ -99,7 +98,7 @@ def no_valid_scale(
     """Makes the finding of AMP406; `stuck`: no step is taken at the end with the run's own scaling."""
     return SCALER_COLLAPSE.finding(
         "error" if stuck else "warning",
-        f"unscaled gradients are beyond fp16: {bound_by} fits only with a loss scale of {fits:g}",
+        f"unscaled gradients do not fit fp16: the largest loss scale that fits is {scale_text(fits)} ({bound_by})",
         where=Where(step=step, phase="backward", nonfinite="inf" if stuck else "none"),
         cause="scaler_collapse",
         evidence={"largest_that_fits": fits, "bound_by": bound_by},
@@ -108,8 +107,6 @@ def no_valid_scale(
 
 
 SHRINKING_HEADROOM = rule("AMP307", REPLAYED)
-HEADROOM_NEAR = SHRINKING_HEADROOM["near"]
-HEADROOM_AHEAD = SHRINKING_HEADROOM["ahead"]
 
 _SIGNIFICANT = 2.576
 """Standard deviations of Kendall's S that a growth must exceed, 1 % two-sided. Of 8 steps at most 3 of the 28 pairs may
@@ -128,7 +125,7 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
     (way, rows), others = heading[0], [rows[-1].module for _, rows in heading[1:]]
     last = rows[-1]
     steps = max(1, math.ceil(way.meets - way.until))
-    module = f"module {last.module}" if last.module else "the root module"
+    module = last.module or "the model"
     more = f"; {len(others)} more do so later" if others else ""
     change = Prescription(
         kind="fp32_modules",
@@ -139,9 +136,9 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
     )
     return SHRINKING_HEADROOM.finding(
         "warning",
-        f"the output of {module} has grown {2.0**way.rate:.3g}-fold a step from step {way.since} to step "
-        f"{way.until}, to {last.amax:.4g}: at this rate it passes {last.format}'s {last.limit:.5g} in about {steps} "
-        f"step{'' if steps == 1 else 's'}{more}",
+        f"the output of {module} has grown {2.0**way.rate:.3g}-fold a step from step {way.since} to step {way.until}, "
+        f"to {figure(last.amax)}. At this rate it passes {last.format}'s largest value, {figure(last.limit)}, "
+        f"in about {steps} step{'' if steps == 1 else 's'}{more}.",
         where=Where(step=way.until, phase="forward", module=last.module),
         also=tuple(Where(phase="forward", module=name) for name in others),
         evidence={
@@ -159,10 +156,10 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
 
 def _heading(rows: Sequence[Headroom], thresholds: Thresholds) -> LinearTrend | None:
     """Returns the trend of an output that grows steadily, significantly and soon beyond its format."""
-    if rows[-1].log2 > thresholds[HEADROOM_NEAR] or not _grows(rows):
+    if rows[-1].log2 > thresholds[SHRINKING_HEADROOM["near"]] or not _grows(rows):
         return None
     way = course([(row.step, row.amax) for row in rows], rows[-1].limit)
-    if way is None or way.meets - way.until > thresholds[HEADROOM_AHEAD] * (way.until - way.since):
+    if way is None or way.meets - way.until > thresholds[SHRINKING_HEADROOM["ahead"]] * (way.until - way.since):
         return None
     return way
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, rule
+from ampdoctor.diagnosis.catalogue import REPLAYED, rule, short
 from ampdoctor.diagnosis.replay.gradients import common_module
 from ampdoctor.diagnosis.replay.nonfinite import HELP
 from ampdoctor.evidence.location import Where
@@ -18,7 +18,6 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterVsFp32, StateVsFp32
 
 OPTIMIZER_PRECISION = rule("AMP501", REPLAYED)
-STALLED = OPTIMIZER_PRECISION["stalled"]
 
 LOST_SHARE = 0.5  # lost share of the update from which something is advised
 ROUNDS_TO_NEAREST = "torch.optim."
@@ -46,7 +45,7 @@ def stagnation(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOL
 
 def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> Stagnation | None:
     """Returns the same for the updates of one step, all trained half tensors together."""
-    share = thresholds[STALLED]
+    share = thresholds[OPTIMIZER_PRECISION["stalled"]]
     group = [u for u in updates if u.trained and u.moved]
     moved, stalled = sum(u.moved for u in group), sum(u.stalled for u in group)
     size = math.fsum(u.size**2 for u in group)
@@ -74,9 +73,8 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
     stalled = sum(u.stalled for u in stagnation.updates)
     return OPTIMIZER_PRECISION.finding(
         "error",
-        f"step {step}: {stalled} of {moved} elements of trained weights in {stagnation.module or 'the model'} "
-        "do not move "
-        "though they do in fp32: each update is below half a unit in the last place of its weight",
+        f"step {step}: {stalled:,} of {moved:,} trained elements of {stagnation.module or 'the model'} do not move, "
+        "and in fp32 they do: each update is too small to change its weight",
         where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
         cause="optimizer_precision",
         evidence={
@@ -131,8 +129,8 @@ def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds =
     if found is None or together is None:
         return None
     said = (
-        f"kept in bf16, {together.stagnant:.0%} of the weights that move in fp32 stay as they are, and "
-        f"{together.lost:.0%} of the update is lost: each is below half a unit in the last place of its weight"
+        f"in bf16, {together.stagnant:.0%} of the weights that move in fp32 stay as they are, and "
+        f"{together.lost:.0%} of the update is lost: updates are too small to change their weights"
     )
     finding = stagnation_finding(0, found)
     return replace(
@@ -242,7 +240,6 @@ def within(run: Sequence[Comparison], since: int) -> str:
 
 
 FROZEN_PARAMETERS = rule("AMP506", REPLAYED)
-FROZEN_SHARE = FROZEN_PARAMETERS["share"]
 
 FROZEN_NOTED = 1e-3  # share of the squared gradient below which tensors of several elements are not reported
 FROZEN_ALONE = 1e-6
@@ -268,7 +265,7 @@ def severity_of_frozen(
 ) -> Severity:
     """Returns "error" where one has a single element or their share is large, else "note"."""
     own = any(p.looked_at == 1 for p in parameters)
-    large = share_of(compared, [p.name for p in parameters]) >= thresholds[FROZEN_SHARE]
+    large = share_of(compared, [p.name for p in parameters]) >= thresholds[FROZEN_PARAMETERS["share"]]
     return "error" if own or large else "note"
 
 
@@ -291,8 +288,8 @@ def frozen_finding(
     return FROZEN_PARAMETERS.finding(
         severity,
         f"step {compared[0].step}: {named(names, module)} {stand} still {within(compared, 0)}, and in fp32 "
-        f"{'it moves' if len(names) == 1 else 'they move'}: each update is below half a unit in the last place "
-        f"({far:.2g} of it at most), with {share:.2g} of the squared gradient",
+        f"{'it moves' if len(names) == 1 else 'they move'}. Each update is below half the distance to the next "
+        f"number ({far:.2g} of it at most); its share of the squared gradient is {share:.2g}.",
         where=Where(
             step=compared[0].step,
             phase="optimizer",
@@ -347,8 +344,8 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
     stand = "stands" if len(names) == 1 else "stand"
     return STUCK_STATE.finding(
         "error",
-        f"step {step}: {named(names, common)} in {states[0].dtype} {stand} still {within(compared, since)}, "
-        f"and in fp32 {'it moves' if len(names) == 1 else 'they move'} one way: what is added is too small beside it",
+        f"step {step}: {named(names, common)} in {short(states[0].dtype)} {stand} still {within(compared, since)}. "
+        f"In fp32 {'it moves' if len(names) == 1 else 'they move'} one way: what is added is too small beside it.",
         where=replace(where, step=step, module=module, tensor=names[0] if len(names) == 1 else None),
         cause="optimizer_precision",
         evidence={
@@ -413,7 +410,7 @@ def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequen
     return WRONG_STEP.finding(
         "error",
         f"step {step}: the update of {named(names, module)} is {min(ratios):.2g} to {max(ratios):.2g} times as "
-        f"long as in fp32 {within(compared, since)}, and the gradient is right",
+        f"long as in fp32 {within(compared, since)}; its gradient is right",
         where=Where(
             step=step,
             phase="optimizer",

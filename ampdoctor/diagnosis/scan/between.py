@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import SCANNED, rule
-from ampdoctor.diagnosis.scan.scaler import scale_text
+from ampdoctor.diagnosis.catalogue import SCANNED, figure, rule, scale_text, short
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX, MAX_LISTED, also_of, percent, where_of
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, Largest, TensorChange, Trend
 from ampdoctor.evidence.location import Where
@@ -104,8 +103,6 @@ def _slope(line: Sequence[tuple[int, float]]) -> float:
 
 STAGNANT_WEIGHTS = rule("AMP712", SCANNED)
 STILL = STAGNANT_WEIGHTS["stalled"]
-WOULD_MOVE = STAGNANT_WEIGHTS["would_move"]
-MOST_STAGNANT = STAGNANT_WEIGHTS["most"]
 
 
 def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
@@ -115,7 +112,7 @@ def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
         tensor.pure_half
         and reach is not None
         and tensor.unchanged >= still * tensor.elements
-        and reach.changed_by_many >= thresholds[WOULD_MOVE]
+        and reach.changed_by_many >= thresholds[STAGNANT_WEIGHTS["would_move"]]
         and reach.changed_by_one <= (1 - still) * reach.changed_by_many
     )
 
@@ -131,16 +128,16 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
     share = elements_of(still) / elements_of(trained)
     matrices = [t for t in still if len(t.shape) >= 2]
     severity: Severity = (
-        "error" if share >= thresholds[MOST_STAGNANT] and matrices else "warning" if matrices else "note"
+        "error" if share >= thresholds[STAGNANT_WEIGHTS["most"]] and matrices else "warning" if matrices else "note"
     )
     worst = max(matrices or still, key=lambda t: (t.elements, t.address))
-    reach = worst.reach
+    reach, fmt = worst.reach, short(worst.dtype)
     assert reach is not None  # noqa: S101 - stagnates() holds
     message = (
-        f"{len(still)} of {len(trained)} trained {worst.dtype} weights stand still: in {worst.address} "
-        f"{percent(worst.unchanged / worst.elements)} of the values did not change in {change.steps} steps, because "
-        f"an update of {reach.rms:.2g} is less than half the distance to the next {worst.dtype} number for "
-        f"{percent(1 - reach.changed_by_one)} of them."
+        f"{len(still)} of {len(trained)} trained {fmt} weights stand still: "
+        f"{percent(worst.unchanged / worst.elements)} of {worst.address} did not change in {change.steps:,} steps. "
+        f"For {percent(1 - reach.changed_by_one)} of the values an update of {reach.rms:.2g} is too small to reach the "
+        f"next {fmt} number."
     )
     evidence = {
         "steps": change.steps,
@@ -160,7 +157,6 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
 
 
 UNMOVED_WEIGHTS = rule("AMP713", SCANNED)
-IDLE_WOULD_MOVE = UNMOVED_WEIGHTS["would_move"]
 
 
 @UNMOVED_WEIGHTS.judges(CheckpointChange)
@@ -169,13 +165,13 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
     if not weights or not change.steps or change.steps < 0:
         return
     same = [t for t in weights if t.unchanged == t.elements and not t.nonfinite]
-    least = thresholds[IDLE_WOULD_MOVE]
+    least = thresholds[UNMOVED_WEIGHTS["would_move"]]
     idle = [t for t in same if t.moments and t.reach is not None and t.reach.changed_by_one >= least]
     if idle:
         worst = max(idle, key=lambda t: (t.elements, t.address))
         message = (
-            f"{len(idle)} of {len(weights)} weights did not change at all in {change.steps} steps, {worst.address} "
-            f"first, although the optimizer holds moments for them and one update would change "
+            f"{len(idle)} of {len(weights)} weights did not change in {change.steps:,} steps, {worst.address} first. "
+            "The optimizer holds moments for them: one update would change "
             f"{percent(worst.reach.changed_by_one if worst.reach else 0)} of its values."
         )
     elif len(same) == len(weights) and not any(stagnates(t, thresholds) for t in same):
@@ -243,9 +239,9 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
     severity: Severity = "warning" if any(now.cast_by_autocast for _, now, _, _ in rows) else "note"
     others = f" {len(rows) - 1} more tensors do so later." if len(rows) > 1 else ""
     message = (
-        f"The largest magnitude of {address} has grown from {before:.4g} at {unit} {heading.since} to "
-        f"{largest.amax:.4g} at {unit} {heading.until}; at this rate it meets fp16's 65504 at about {unit} "
-        f"{math.ceil(heading.meets)}.{others}"
+        f"The largest value of {address} has grown from {figure(before)} at {unit} {heading.since:,} to "
+        f"{figure(largest.amax)} at {unit} {heading.until:,}. At this rate it reaches fp16's largest, 65,504, at about "
+        f"{unit} {math.ceil(heading.meets):,}.{others}"
     )
     evidence: dict[str, Any] = {
         "amax": largest.amax,
@@ -336,7 +332,6 @@ def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
 
 
 FALLING_LOSS_SCALE = rule("AMP711", SCANNED)
-SCALE_FALL = FALLING_LOSS_SCALE["fall"]
 
 
 @FALLING_LOSS_SCALE.judges(Trend)
@@ -347,14 +342,14 @@ def _falling_loss_scale(trend: Trend, thresholds: Thresholds) -> Iterator[Findin
     top = max((scale for _, scale in seen), default=0.0)
     start = max((at for at, (_, scale) in enumerate(seen) if scale == top), default=0)
     seen = seen[start:]
-    if len(seen) < LEAST_POINTS or math.log2(top) - math.log2(seen[-1][1]) < thresholds[SCALE_FALL]:
+    if len(seen) < LEAST_POINTS or math.log2(top) - math.log2(seen[-1][1]) < thresholds[FALLING_LOSS_SCALE["fall"]]:
         return
     heading = course(seen, 1.0)
     if heading is None or not heading.soon:
         return
     message = (
-        f"The loss scale has fallen from {scale_text(top)} at {unit} {heading.since} to {scale_text(seen[-1][1])} at "
-        f"{unit} {heading.until}; at this rate it is below 1 at about {unit} {math.ceil(heading.meets)}."
+        f"The loss scale has fallen from {scale_text(top)} at {unit} {heading.since:,} to {scale_text(seen[-1][1])} at "
+        f"{unit} {heading.until:,}. At this rate it is below 1 at about {unit} {math.ceil(heading.meets):,}."
     )
     yield FALLING_LOSS_SCALE.finding(
         "warning",

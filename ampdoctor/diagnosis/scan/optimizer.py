@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule, short
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, for_each, where_of
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
@@ -66,8 +66,6 @@ def _odd(group: OptimizerGroup) -> list[str]:
 
 
 SECOND_MOMENT_FLUSHED = rule("AMP502", SCANNED)
-LARGEST_UPDATE = SECOND_MOMENT_FLUSHED["update"]
-MANY_STARVED = SECOND_MOMENT_FLUSHED["starved"]
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
 """Smallest normal number of the formats in which only a conversion loses an ordinary square."""
@@ -99,7 +97,7 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
     if not epsilons or maxima or not math.isfinite(max(epsilons)) or max(epsilons) < 0:
         return
     epsilon = max(epsilons)
-    harmful = thresholds[LARGEST_UPDATE] * epsilon
+    harmful = thresholds[SECOND_MOMENT_FLUSHED["update"]] * epsilon
     sick = [m for m in optimizer.starved if m.largest > harmful and not _by_itself(m, optimizer)]
     if not sick:
         return
@@ -107,10 +105,10 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
     starved, examined = sum(m.starved for m in sick), sum(m.examined for m in optimizer.starved)
     size = f"up to {worst.largest / epsilon:.2g}" if epsilon else "infinitely many"
     wide = first.dtype in _SMALLEST
-    lost = f" {first.dtype} does not lose squares of that size: they were in fp16 once." if wide else ""
-    among = f" in {len(sick)} tensors, {first.name} first," if len(sick) > 1 else ""
+    lost = f" {short(first.dtype)} does not lose squares of that size: they were in fp16 once." if wide else ""
+    among = f", in {len(sick)} tensors, {first.name} first" if len(sick) > 1 else ""
     message = (
-        f"{starved} of {examined} second moments in {worst.dtype} are zero where the first moment is not:{among} "
+        f"{starved:,} of {examined:,} second moments in {short(worst.dtype)} are zero where the first is not{among}. "
         f"{worst.name} has {worst.largest:.2g} over eps {epsilon:g} there, an update of {size} learning rates.{lost}"
     )
     evidence = {
@@ -124,7 +122,7 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         ],
     }
     yield SECOND_MOMENT_FLUSHED.finding(
-        "error" if starved >= thresholds[MANY_STARVED] * examined else "warning",
+        "error" if starved >= thresholds[SECOND_MOMENT_FLUSHED["starved"]] * examined else "warning",
         message,
         where=Where(
             phase="optimizer",
@@ -161,7 +159,6 @@ def _place(tensor: TensorSummary | ZeroSecondMoment) -> Where:
 
 
 STEP_COUNTERS = rule("AMP504", SCANNED)
-WRONG_UPDATE = STEP_COUNTERS["update"]
 
 STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
 """Whole number to which 1 can no longer be added: 2 ** significant bits."""
@@ -178,17 +175,20 @@ def length_at(count: float, betas: Sequence[float]) -> float:
 def severity_of_standing(length: float, dtype: str, thresholds: Thresholds) -> Severity:
     """Returns how bad a stuck counter is, from `length_at` and the counter's format (without "torch.")."""
     off = abs(length - 1)
-    if off >= thresholds[WRONG_UPDATE]:
+    if off >= thresholds[STEP_COUNTERS["update"]]:
         return "error"
     return "warning" if off > 1 / STEP_LIMITS[dtype] else "note"  # below that, the format itself rounds as much
+
+
+def _counted(dtype: str) -> str:
+    return f"Steps are counted in {short(dtype)}, which cannot add 1 to {STEP_LIMITS[dtype]:,g}"
 
 
 def standing_words(dtype: str, count: float, length: float) -> str:
     """Formats the effect of a stuck counter."""
     return (
-        f"Steps are counted in {dtype}, which cannot add 1 to {STEP_LIMITS[dtype]:g}: the count stands still at "
-        f"{count:g}, and Adam's bias correction with it, so that updates are {length:.3g} times as long as they should "
-        "be for ever."
+        f"{_counted(dtype)}: the count stands still at {count:,g}, and Adam's bias correction with it. "
+        f"Updates stay {length:.3g} times as long as they should be."
     )
 
 
@@ -208,7 +208,7 @@ def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         length = max(lengths, key=lambda one: abs(one - 1), default=1.0)
         severity: Severity = "note"
         ends = "will stop there" if last < limit else "goes on where torch loads it, as fp32 for a fused optimizer"
-        message = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g} and {ends}."
+        message = f"{_counted(dtype)}: the count is {last:,g} and {ends}."
         if last >= limit and not all(group.fused for group in optimizer.groups):
             severity, message = severity_of_standing(length, dtype, thresholds), standing_words(dtype, last, length)
         places = [_place(counter) for counter in counters] or [Where(phase="optimizer", op="optimizer_state:step")]
@@ -247,8 +247,8 @@ def _epsilon_lost(summary: CheckpointSummary, optimizer: OptimizerSummary, _: Th
     if not lost or len(halves) < 2 or not all(halves):
         return
     message = (
-        f"eps {lost[0].epsilon:g} becomes zero in fp16, in which weights and second moments are kept: "
-        "where a gradient's square flushes to zero, the update is 0 / 0 or infinite."
+        f"eps {lost[0].epsilon:g} is zero in fp16, the dtype of the weights and second moments. "
+        "Where a gradient's square is zero too, the update is 0 / 0 or infinite."
     )
     yield EPSILON_LOST.finding(
         "warning",

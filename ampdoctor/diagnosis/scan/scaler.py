@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule, scale_text
 from ampdoctor.diagnosis.health.loss_rules import CUT, GRADIENTS_VANISHED
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, for_each
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogTail, ScalerState
@@ -20,13 +20,6 @@ from ampdoctor.evidence.thresholds import Thresholds
 FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
     {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 )  # GradScaler's own defaults
-
-
-def scale_text(scale: float) -> str:
-    """Formats a loss scale: "65536", "2^-18", "0.3"."""
-    if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5 and not 1 <= scale <= 2**24:
-        return f"2^{math.frexp(scale)[1] - 1}"
-    return f"{scale:.10g}"
 
 
 def plain(value: float) -> str:
@@ -143,10 +136,8 @@ DEAD_SCALER = rule("AMP401", SCANNED, ruins_checkpoint=True)
 def dead_words(scale: float) -> str:
     """Formats the effect of a dead scale, as the rest of a sentence."""
     if math.isfinite(scale):
-        return (
-            f"{scale_text(scale)}, so 1/scale is infinite: the next step without an overflow writes Inf or NaN into "
-            "the weights"
-        )
+        harm = "the next step without an overflow writes Inf or NaN into the weights"
+        return f"{scale_text(scale)}, and 1/scale is Inf: {harm}"
     return f"{scale_text(scale)}: every step is skipped for ever"
 
 
@@ -165,7 +156,6 @@ def _dead_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]
 
 
 COLLAPSED_SCALER = rule("AMP402", SCANNED, ruins_checkpoint=True)
-COLLAPSED_ERROR = COLLAPSED_SCALER["relative_error"]
 FALLING = COLLAPSED_SCALER["falls"]
 
 JUST_FALLEN = 10
@@ -184,7 +174,7 @@ def typical_gradient(log: LogTail | None, weights: int) -> float:
 
 def collapse_severity(scaler: ScalerState, element: float, step: int | None, thresholds: Thresholds) -> Severity:
     """Returns how bad a scale below 1 is after `step` steps: an error if it still falls, or its rounding is harmful."""
-    harmful = _error_of(scaler, element) >= thresholds[COLLAPSED_ERROR]
+    harmful = _error_of(scaler, element) >= thresholds[COLLAPSED_SCALER["relative_error"]]
     return "error" if harmful or _is_falling(scaler, step, thresholds) else "warning"
 
 
@@ -210,9 +200,9 @@ def _collapsed_scaler(summary: CheckpointSummary, scaler: ScalerState, threshold
     flushed_below = FP16_FLUSH_AT / scaler.scale
     falling = _is_falling(scaler, summary.global_step, thresholds)
     message = (
-        f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
-        f"in fp16, and one of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
-        f"{f', and gradients overflowed {_ago(scaler)}' if falling else ''}."
+        f"The loss scale is {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero in fp16. "
+        f"One of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
+        f"{f'. Gradients overflowed {_ago(scaler)}' if falling else ''}."
     )
     evidence = {
         "flushed_below": flushed_below,
@@ -256,7 +246,7 @@ def _growth(scaler: ScalerState) -> str:
         return "with its settings it never grows back"
     doublings = math.ceil(-math.log(scaler.scale) / math.log(scaler.growth_factor))
     steps = doublings * scaler.growth_interval - scaler.growth_tracker
-    return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"
+    return f"it would take {max(steps, 0):,} steps without an overflow to grow back to 1"
 
 
 SCALE_AT_FLOOR = rule("AMP408", SCANNED)
@@ -269,10 +259,10 @@ def _scale_at_floor(summary: CheckpointSummary, scaler: ScalerState, _: Threshol
     if floor is None or not 0 < scaler.scale <= floor or is_static(scaler):
         return
     just = scaler.growth_tracker <= 0
+    since = "an overflow has just put it there" if just else f"{scaler.growth_tracker:,} steps went well since"
     message = (
-        f"The loss scale {scale_text(scaler.scale)} is at its floor of {scale_text(floor)}"
-        f"{', where an overflow has just put it' if just else f'; {scaler.growth_tracker} steps went well since'}: "
-        "at the next one it cannot give way."
+        f"The loss scale {scale_text(scaler.scale)} is at its minimum, {scale_text(floor)}: {since}. "
+        "After the next overflow it cannot fall."
     )
     yield SCALE_AT_FLOOR.finding(
         "warning" if just else "note",
@@ -291,15 +281,14 @@ def _frozen_scaler(summary: CheckpointSummary, scaler: ScalerState, _: Threshold
     if 0 < scaler.growth_interval <= scaler.growth_tracker:
         yield FROZEN_SCALER.finding(
             "warning",
-            f"The loss scale cannot grow: {scaler.growth_tracker} clean steps are counted and it grows when exactly "
-            f"{scaler.growth_interval} are, so not before the next overflow.",
+            f"The loss scale cannot grow before the next overflow. It grows after exactly {scaler.growth_interval:,} "
+            f"clean steps, and the count is {scaler.growth_tracker:,} already.",
             where=place_of(summary, scaler),
             evidence=scaler_numbers(scaler),
         )
 
 
 MISSING_SCALER = rule("AMP410", SCANNED)
-MOSTLY_FLUSHED = MISSING_SCALER["zeros"]
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})  # state that is zero where no gradient ever arrived
 
@@ -314,13 +303,13 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
         return
     halves = all(t.dtype == "float16" for t in moments)
     zeros = statistics.median(t.zeros / max(t.counted, 1) for t in moments)
-    flushed = halves and zeros >= thresholds[MOSTLY_FLUSHED]
-    where = (
-        "its moments too, so its gradients were not scaled by a GradScaler, which refuses fp16 weights"
+    flushed = halves and zeros >= thresholds[MISSING_SCALER["zeros"]]
+    why = (
+        "The moments are in fp16 too, so no GradScaler scaled the gradients: it refuses fp16 weights."
         if halves
-        else "the state of their scaler was not saved, or their scale is fixed"
+        else "Its scaler's state was not saved, or its scale is fixed."
     )
-    message = f"An fp16 model's training state is without a loss scaler: weights are in fp16, and {where}."
+    message = f"The weights are in fp16, and the checkpoint holds no loss scaler. {why}"
     if flushed:
         message += f" In half of the matrices at least {100 * zeros:.3g} % of the first moments are exactly zero."
     yield MISSING_SCALER.finding(
@@ -339,9 +328,6 @@ def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
 # Of the causes only a loss scale so small, or missing, that all of them flush in fp16 leaves traces in a checkpoint.
 
 
-WITHIN_REACH = GRADIENTS_VANISHED["reach"]
-
-
 def explained_zeros(finding: Finding, summary: CheckpointSummary, thresholds: Thresholds) -> Finding:
     """Returns the log's finding with the cause that the checkpoint shows; a note stays as it is."""
     if finding.severity == "note":
@@ -353,7 +339,7 @@ def explained_zeros(finding: Finding, summary: CheckpointSummary, thresholds: Th
     numbers: dict[str, float | None] = {"typical_gradient_before": typical}
     scale = summary.scalers[0].scale if summary.scalers else log.scale
     bound = FP16_FLUSH_AT if scale is None else FP16_FLUSH_AT / scale if scale > 0 else math.inf
-    flushing = typical is None or bound >= typical / thresholds[WITHIN_REACH]
+    flushing = typical is None or bound >= typical / thresholds[GRADIENTS_VANISHED["reach"]]
     flush = f"gradients up to {bound:.2g} become zero"
     beside = _beside(typical)
     matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]

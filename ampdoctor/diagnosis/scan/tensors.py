@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, Rule, rule
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, Rule, figure, rule, short
 from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.evidence.checkpoint_stats import (
     CastLoss,
@@ -126,9 +126,8 @@ def each_tensor(
     if not rest:
         return
     first, alike = rest[0], sum(t.role == rest[0].role for t in summary.tensors)
-    message = (
-        f"{len(rest)} more {_ROLE_WORDS[first.role]} {are}, {label(first)} first; {len(tensors)} of {alike} in all."
-    )
+    of_all = f"{len(tensors):,} of {alike:,} in all"
+    message = f"{len(rest):,} more {_ROLE_WORDS[first.role]} {are}, {label(first)} first: {of_all}."
     evidence = {"role": first.role, "tensors": len(tensors), "listed": [address(t) for t in rest[:MAX_LISTED]]}
     yield rule.finding(
         severity(rest),
@@ -199,7 +198,7 @@ def count_of(tensors: Sequence[TensorSummary], verb: str = " hold") -> str:
     words = _ROLE_WORDS[tensors[0].role]
     if len(tensors) == 1:
         return f"1 {words.removesuffix('s')}{verb and verb + 's'}"
-    return f"{len(tensors)} {words}{verb}"
+    return f"{len(tensors):,} {words}{verb}"
 
 
 def percent(share: float) -> str:
@@ -222,8 +221,8 @@ def _beyond_fp16(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]
         cast = any(t.role == "weight" and len(t.shape) >= 2 and t.dtype in {"float32", "float64"} for t in beyond)
         yield BEYOND_FP16.finding(
             "warning" if cast else "note",
-            f"{count_of(beyond)} values beyond fp16, whose largest number is 65504: up to {worst.amax:.4g} in "
-            f"{label(worst)}; a cast to fp16 makes them Inf.",
+            f"{count_of(beyond)} values above fp16's largest value, 65,504: up to {figure(worst.amax or 0.0)} in "
+            f"{label(worst)}. A cast to fp16 makes them Inf.",
             where=where_of(worst, summary.global_step),
             also=also_of(worst, beyond),
             evidence={
@@ -237,6 +236,12 @@ def _beyond_fp16(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]
 
 
 AVERAGE_THROUGH_HALF = rule("AMP114", (*SCANNED, "bisect-nan", "run"))
+
+
+BEYOND_FP16_SAID = (
+    "{name} of the model is finite and reaches {amax}, above fp16's largest value, 65,504: the copy was cast to fp16"
+)
+"""How it shows that an average went through fp16."""
 
 
 def cast_averages(summary: CheckpointSummary) -> dict[str, tuple[TensorSummary, TensorSummary]]:
@@ -274,11 +279,8 @@ def _through_half(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding
 
     def said(average: TensorSummary) -> str:
         twin = pairs[address(average)][1]
-        return (
-            f"{label(average)}, an averaged copy, holds {average.inf} Inf, and {label(twin)} of the model is finite "
-            f"and reaches {twin.amax:.6g}, beyond fp16's largest number, 65504: the copy was cast to fp16 and back. "
-            f"Copy it from the model, and validate a copy of the average, not the average itself."
-        )
+        beyond = BEYOND_FP16_SAID.format(name=label(twin), amax=figure(twin.amax or 0.0))
+        return f"{label(average)}, an averaged copy, holds {average.inf:,} Inf. {beyond}."
 
     def more(average: TensorSummary) -> dict[str, Any]:
         twin = pairs[address(average)][1]
@@ -418,7 +420,9 @@ def _not_finite(
 ) -> Iterator[Finding]:
     def said(tensor: TensorSummary) -> str:
         copy = ", an averaged copy," if tensor.role == "ema" else ""
-        return f"{label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
+        return (
+            f"{label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined:,} values in {short(tensor.dtype)}."
+        )
 
     yield from each_tensor(summary, rule, tensors, said, "are not finite", severity=severity, nonfinite=True, **more)
 
@@ -436,14 +440,15 @@ def _without(tensor: TensorSummary) -> Prescription:
 
 def _counts(tensor: TensorSummary) -> str:
     parts = ((tensor.nan, "NaN"), (tensor.pos_infs, "+Inf"), (tensor.neg_infs, "-Inf"))
-    return ", ".join(f"{count} {word}" for count, word in parts if count)
+    return ", ".join(f"{count:,} {word}" for count, word in parts if count)
 
 
 def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], severity: Severity) -> Finding:
     first = lost[0]
     name = first.name or "the file"
     end = "" if severity == "warning" else f", and the last is {first.last:.4g}"
-    what = f"{name} is NaN" if first.count == 1 else f"In {name}, {first.nans} of {first.count} numbers are NaN{end}"
+    what = f"{first.nans:,} of {first.count:,} numbers in {name} are NaN{end}"
+    what = f"{name} is NaN" if first.count == 1 else what
     more = f", and so are numbers in {len(lost) - 1} more places" if len(lost) > 1 else ""
     place = Where(phase="checkpoint", op="number", tensor=first.name or None, file=first.file or None)
     return NON_FINITE_TENSOR.finding(
@@ -461,13 +466,12 @@ def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], sev
 
 
 IMPOSSIBLE_VALUE = rule("AMP106", SCANNED, ruins_checkpoint=True)
-BATCH_NORM_EPSILON = IMPOSSIBLE_VALUE["epsilon"]
 
 
 @IMPOSSIBLE_VALUE.judges(CheckpointSummary)
 def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     def severity(tensors: Sequence[TensorSummary]) -> Severity:
-        least = -thresholds[BATCH_NORM_EPSILON]
+        least = -thresholds[IMPOSSIBLE_VALUE["epsilon"]]
         harmless = all(t.entry == "running_var" and (t.lowest or 0.0) >= least for t in tensors)
         return "warning" if harmless else "error"
 
@@ -476,7 +480,7 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         IMPOSSIBLE_VALUE,
         [t for t in summary.tensors if t.negatives and t.lowest is not None],
         lambda t: (
-            f"{label(t)} cannot be negative, and {t.negatives} of its {t.examined} values are, down to {t.lowest:.4g}."
+            f"{t.negatives:,} of {t.examined:,} values of {label(t)} are negative, down to {t.lowest:.4g}. None can be."
         ),
         "hold negative values, and cannot",
         severity=severity,
@@ -488,7 +492,7 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         more = f" {len(below) - 1} more do so." if len(below) > 1 else ""
         yield IMPOSSIBLE_VALUE.finding(
             "warning",
-            f"{address(counter)} counts down to {counter.lowest:.6g}, and a count cannot be negative.{more}",
+            f"{address(counter)} is a count, and negative: {counter.lowest:,.6g}.{more}",
             where=where_of(counter, summary.global_step),
             also=also_of(counter, below),
             cause="bad_checkpoint",
@@ -497,7 +501,6 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
 
 
 WRONG_BUFFER = rule("AMP110", SCANNED, ruins_checkpoint=True)
-FEW_DISPLACED = WRONG_BUFFER["displaced"]
 
 
 @WRONG_BUFFER.judges(CheckpointSummary)
@@ -508,21 +511,21 @@ def _wrong_buffer(summary: CheckpointSummary, thresholds: Thresholds) -> Iterato
             continue
         gamma = gammas.get((tensor.file, tensor.group, tensor.module))
         if tensor.entry == "running_var" and not (gamma is not None and gamma.blank):
-            what = f"all {tensor.examined} running variances of {address(tensor)} are 0"
+            what = f"All {tensor.examined:,} running variances of {address(tensor)} are 0"
             harm = "in evaluation the layer divides by the root of its epsilon alone"
         elif tensor.entry == "inv_freq":
-            what = f"all {tensor.examined} frequencies of {address(tensor)} are 0"
+            what = f"All {tensor.examined:,} frequencies of {address(tensor)} are 0"
             harm = "every position is rotated by nothing"
         else:
             continue
-        yield _buffer(summary, tensor, f"{what[0].upper()}{what[1:]}: {harm}.", {"elements": tensor.examined})
+        yield _buffer(summary, tensor, f"{what}: {harm}.", {"elements": tensor.examined})
     for table in summary.indices:
         numel = math.prod(table.shape)
-        if table.displaced and (table.rounded_as or table.displaced <= thresholds[FEW_DISPLACED] * numel):
+        if table.displaced and (table.rounded_as or table.displaced <= thresholds[WRONG_BUFFER["displaced"]] * numel):
             why = f", as a cast to {table.rounded_as} rounds them" if table.rounded_as else ""
             message = (
-                f"{table.displaced} of the {numel} positions of {address(table)} are not the number of their place"
-                f"{why}: tokens there are given another's position."
+                f"{table.displaced:,} of {numel:,} positions of {address(table)} are not the number of their place"
+                f"{why}. Tokens there get another position."
             )
             yield _buffer(summary, table, message, {"elements": numel, "displaced": table.displaced})
 
@@ -540,7 +543,6 @@ def _buffer(
 
 
 EMPTY_MODEL = rule("AMP112", SCANNED)
-LEAST_ELEMENTS = EMPTY_MODEL["elements"]
 
 _ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
 """DeepSpeed's file of a rank: with ZeRO-3, its weights are in pieces in the optimizer's files (AMP112)."""
@@ -554,12 +556,12 @@ def _empty_model(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
     elements = sum(t.examined for t in matrices)
     if len(hollow) >= 2 and 2 * len(hollow) >= len(weights):
         message = (
-            f"{len(hollow)} of {len(weights)} weights have no element, {address(hollow[0])} first: they were saved "
-            "without having been gathered from the processes that hold them."
+            f"{len(hollow):,} of {len(weights):,} weights have no element, {address(hollow[0])} first. They were saved "
+            "before they were gathered from the processes that hold them."
         )
         shown = hollow
-    elif len(matrices) >= 2 and all(t.blank for t in matrices) and elements >= thresholds[LEAST_ELEMENTS]:
-        message = f"All {len(matrices)} matrices of the model are exactly zero, {address(matrices[0])} first."
+    elif len(matrices) >= 2 and all(t.blank for t in matrices) and elements >= thresholds[EMPTY_MODEL["elements"]]:
+        message = f"All {len(matrices):,} matrices of the model are exactly zero, {address(matrices[0])} first."
         shown = matrices
     else:
         return
@@ -586,8 +588,8 @@ def _foreign_objects(summary: CheckpointSummary, _: Thresholds) -> Iterator[Find
         return
     shown = f"{', '.join(names[:MAX_NAMED])}{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}"
     message = (
-        f"torch.load(weights_only=True) refuses this file: it asks for {shown}. Loading it elsewhere takes "
-        "its unsafe mode, which runs whatever the file says."
+        f"torch.load(weights_only=True) refuses this file: it asks for {shown}. "
+        "Its unsafe mode loads it, and runs whatever the file says."
     )
     yield FOREIGN_OBJECTS.finding(
         "note",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue import SCANNED, rule
+from ampdoctor.diagnosis.catalogue import SCANNED, rule, short
 from ampdoctor.diagnosis.scan.tensors import (
     FP16_MAX,
     MAX_LISTED,
@@ -28,7 +28,6 @@ from ampdoctor.evidence.thresholds import Thresholds
 
 LOSSY_CAST_RULE = rule("AMP105", SCANNED)
 LOSSY_CAST = LOSSY_CAST_RULE["relative_error"]
-ERASED_BY_CAST = LOSSY_CAST_RULE["erased"]
 
 _HALF = ("fp16", "bf16")  # casts without a scale (AMP105); fp8 always has one
 
@@ -44,13 +43,13 @@ def _lossy_cast(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[
         names = sorted({found.format for _, found in lossy}, reverse=True)
         by_format = {name: [cast_row(t, name) for t, found in lossy if found.format == name] for name in names}
         cast = list({id(t): t for t, _ in lossy}.values())
-        erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[ERASED_BY_CAST] for t, found in lossy)
+        erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[LOSSY_CAST_RULE["erased"]] for t, found in lossy)
         bound = "bf16's own rounding" if most == LOSSY_CAST.default else f"a relative error of {most:.3g}"
         yield LOSSY_CAST_RULE.finding(
             "warning" if erased else "note",
             f"A cast to {' or '.join(names)} would change {count_of(cast, verb='')} by more than {bound}, most of all "
-            f"{label(worst)}: in {loss.format} {percent(loss.flushed)} of its nonzero values become zero, "
-            f"{percent(loss.subnormal)} subnormal, relative error {loss.relative_error:.2g}{_sampled(worst)}.",
+            f"{label(worst)}. In {loss.format} {percent(loss.flushed)} of its nonzero values become zero and "
+            f"{percent(loss.subnormal)} subnormal; the relative error is {loss.relative_error:.2g}{_sampled(worst)}.",
             where=where_of(worst, summary.global_step),
             also=also_of(worst, cast),
             evidence={
@@ -91,10 +90,10 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         SATURATED_VALUES,
         clamped,
         lambda t: (
-            f"{t.at_max} of {t.examined} values of {label(t)} are exactly {t.amax:.6g}, the largest {t.dtype} number: "
-            "they were clamped."
+            f"{t.at_max:,} of {t.examined:,} values of {label(t)} are exactly {t.amax:,.6g}, the largest value of "
+            f"{short(t.dtype)}: they were clamped."
         ),
-        "were clamped to their format's largest number",
+        "were clamped to the largest value of their dtype",
         severity=WARNING,
         more=lambda t: {"at_max": t.at_max},
     )
@@ -103,8 +102,8 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
         SATURATED_VALUES,
         [t for t in summary.tensors if _clamped_before(t)],
         lambda t: (
-            f"The largest value of {label(t)} is exactly 65504, fp16's largest number, in a {t.dtype} tensor: it was "
-            "clamped to fp16 and stored wider."
+            f"The largest value of {label(t)} in {short(t.dtype)} is exactly 65,504, fp16's largest: it was clamped to "
+            "fp16 and stored wider."
         ),
         "were clamped to fp16 and stored wider",
         severity=WARNING,
@@ -129,7 +128,6 @@ def _too_many(tensor: TensorSummary, share: float) -> bool:
 
 
 UNMOVED_WEIGHT = rule("AMP111", SCANNED)
-SURE_STEPS = UNMOVED_WEIGHT["steps"]
 
 _SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Distance of 1 to the next number."""
@@ -139,7 +137,7 @@ _FLUSHED = {"float64": 2.0**-1075, "float32": 2.0**-150, "bfloat16": 2.0**-134, 
 
 @UNMOVED_WEIGHT.judges(CheckpointSummary)
 def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    rate, epsilon = _settings(summary, thresholds[SURE_STEPS])
+    rate, epsilon = _settings(summary, thresholds[UNMOVED_WEIGHT["steps"]])
     if rate is None or epsilon is None:
         return
     moments = {(t.name, t.entry): t for t in summary.tensors if t.role == "moment"}
@@ -161,9 +159,8 @@ def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
     value = _initial(worst)
     are, their = ("1 weight is", "its") if len(stuck) == 1 else (f"{len(stuck)} weights are", "their")
     message = (
-        f"{are} exactly constant although {their} moments say that gradients "
-        f"arrive: all {worst.examined} values of {address(worst)} are {value:.6g}, and its next update reaches "
-        f"{update:.2g}."
+        f"{are} exactly constant, and {their} moments show that gradients arrive. "
+        f"All {worst.examined:,} values of {address(worst)} are {value:.6g}, and its next update reaches {update:.2g}."
     )
     evidence = {"value": value, "update": update, "tensors": len(stuck), "listed": listed([t for t, _ in stuck])}
     yield UNMOVED_WEIGHT.finding(

@@ -185,7 +185,7 @@ def climbing(at, value):
 def test_a_norm_that_climbs():
     findings = judged(steps(gradient_norm=climbing))
     assert findings[0].code == "AMP724"
-    assert "of which a step counts 5 at most: loss " in findings[0].message
+    assert "In robust deviations over up to 16 steps: loss " in findings[0].message
     assert BAD < findings[0].where.step < BAD + 100
 
 

@@ -37,7 +37,7 @@ def test_an_output_that_passes_its_format_in_thirteen_steps_is_named_before(kind
     assert (finding.code, finding.severity, finding.where.module) == ("AMP307", "warning", "block.mlp")
     assert finding.evidence["passes_in_steps"] == 14
     assert finding.evidence["log2_per_step"] == pytest.approx(0.023)
-    assert finding.message.endswith("in about 14 steps")
+    assert finding.message.endswith("in about 14 steps.")
     assert (finding.prescription.kind, finding.prescription.status) == ("fp32_modules", "not_run")
 
 

@@ -93,7 +93,7 @@ def test_gradients_that_vanish_are_one_finding_with_step_and_cause(changes, caus
     assert (finding.severity, finding.cause, finding.where.step) == ("error", cause, 1000)
     assert (finding.prescription and finding.prescription.kind) == kind
     assert words in finding.message
-    assert "from step 1000 to 2000" in finding.message
+    assert "from step 1,000 to 2,000" in finding.message
 
 
 def test_a_scale_that_is_too_small_for_tiny_gradients_is_named_with_a_larger_one():

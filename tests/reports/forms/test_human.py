@@ -72,7 +72,7 @@ def test_long_names_are_folded_and_never_cut(width):
 
 def test_quiet_shows_findings_only():
     text = shown(SICK, quiet=True)
-    assert text.startswith("ERROR  step 3  t5.py:41  encoder.block.3.ff.wo: an activation")
+    assert text.startswith("ERROR  step 3  t5.py:41  encoder.block.3.ff.wo: a forward value")
     assert "verdict" not in text
     assert shown(HEALTHY, quiet=True) == ""
 
@@ -100,7 +100,7 @@ def test_what_came_after_the_first_error_of_a_log_is_folded_under_it():
     first = replace(OVERFLOW, where=replace(OVERFLOW.where, file=report.health.runs[0].source))
     later = replace(first, code="AMP723", name="scale-ratchets", where=replace(first.where, step=30))
     text = shown(replace(report, findings=(first, later)))
-    assert "then, 1 more: the loss scale falls and does not grow at step 30" in text
+    assert "then: the loss scale falls and does not grow at step 30" in text
     assert text.count("ERROR") == 1
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, stepped_again_finding
+from ampdoctor.diagnosis.replay.scaler import lost_scale_finding, stepped_again_finding
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.workflows.judge import unproved_while_misused
 from tests.samples import OVERFLOW

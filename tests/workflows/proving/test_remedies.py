@@ -51,7 +51,7 @@ def test_the_smallest_set_of_modules_is_found_in_few_replays(kind, loud):
     if len(loud) == 1:
         assert used <= 3 + 1, "fires, is traced, is cured, and once in fp32"
     else:
-        assert "none can be left out" in cure.detail
+        assert "none can be left out" in cure.reason
         assert used <= trials_bound(12, len(loud)) + FIRST
 
 

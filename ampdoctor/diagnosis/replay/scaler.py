@@ -1,20 +1,28 @@
-"""AMP407: a loop that uses its loss scaler wrongly; and what skipped steps mean."""
+"""Rules on a run's loss scaler: a loop that uses it wrongly (AMP407), and what it begins with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import REPLAYED, rule
+from ampdoctor.diagnosis.catalogue import REPLAYED, figure, judge, rule, scale_text
 from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, cause_of, derivative_beyond, origin_numbers
-from ampdoctor.diagnosis.scan.scaler import starting_scale
-from ampdoctor.evidence.checkpoint_stats import ScalerState, is_dead
+from ampdoctor.diagnosis.scan.scaler import (
+    DEAD_SCALER,
+    FRESH_SCALER,
+    FROZEN_SCALER,
+    SCALER_SETTINGS,
+    dead_words,
+    plain,
+    starting_scale,
+)
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState, is_dead
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.report_replay import NOT_THE_ORDER
-from ampdoctor.evidence.run_facts import Change, Handling
+from ampdoctor.evidence.run_facts import Change, Handling, ResumedScaler
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, NonFiniteOrigin, StepEvent, StepOutcome
 
@@ -23,6 +31,7 @@ MISUSE_RATIO = SCALER_MISUSE["ratio"]
 MISUSE_ERROR = SCALER_MISUSE["relative_error"]
 
 
+AT_START = Where(step=0, phase="scaler", op="scaler_state")
 _CLIPPINGS = ("clip_grad_norm_", "gradient clipping")
 _ONE_EACH = "remove the second call: one update for each backward"
 
@@ -36,77 +45,82 @@ class HalfWeights:
     made: Source | None
 
 
+def _misused(
+    where: Where,
+    said: str,
+    evidence: Mapping[str, Any],
+    *,
+    severity: Severity = "error",
+    advice: str = "",
+    cure: Prescription | None = None,
+) -> Finding:
+    """Makes a finding of AMP407; without advice of its own, the order of calls is advised."""
+    return SCALER_MISUSE.finding(
+        severity,
+        f"step {where.step}: {said}",
+        where=where,
+        cause="scaler_misuse",
+        evidence=evidence,
+        advice=f"{advice[0].upper()}{advice[1:]}." if advice else HELP["scaler_misuse"],
+        prescription=cure,
+    )
+
+
 def lost_scale_finding(
     lost: ScalerState, own: float | None, origin: NonFiniteOrigin | None = None, cure: Prescription | None = None
 ) -> Finding:
     """Makes the finding for a checkpoint's settled loss scale that the run (it starts at `own`) does not continue."""
-    where = (
-        Where(step=0, phase="scaler", op="scaler_state") if origin is None else replace(origin.where, phase="scaler")
-    )
-    skips = "" if origin is None else ", and every step is skipped"
-    return SCALER_MISUSE.finding(
-        "warning" if origin is None else "error",
-        f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but "
-        f"{starting_scale('the run', own)}{skips}",
-        where=where,
-        cause="scaler_misuse",
-        evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
-        advice="Load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler']).",
-        prescription=cure,
+    settled = f"the checkpoint's loss scale is {scale_text(lost.scale)} after {lost.growth_tracker:,} clean steps"
+    return _misused(
+        AT_START if origin is None else replace(origin.where, phase="scaler"),
+        f"{settled}, but {starting_scale('the run', own)}{'' if origin is None else ', and every step is skipped'}",
+        {"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
+        severity="warning" if origin is None else "error",
+        advice="load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler'])",
+        cure=cure,
     )
 
 
 def unguarded_step_finding(at: NonFiniteOrigin | Where, scale: float | None) -> Finding:
     """Makes the finding for overflowed gradients that reach the weights past the scaler."""
     where = at if isinstance(at, Where) else replace(at.where, phase="optimizer", module="", op="optimizer.step")
-    return SCALER_MISUSE.finding(
-        "error",
-        f"step {where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
-        "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
-        where=where,
-        cause="scaler_misuse",
-        evidence={"scale": scale} if isinstance(at, Where) else origin_numbers(at, ()),
-        advice=HELP["scaler_misuse"],
-    )
+    said = "overflow, and optimizer.step() uses them; scaler.step(optimizer) would have skipped the step"
+    evidence = {"scale": scale} if isinstance(at, Where) else origin_numbers(at, ())
+    return _misused(where, f"gradients scaled by {scale_text(scale)} {said}", evidence)
 
 
 def stepped_past_finding(step: int, source: Source | None, scale: float | None) -> Finding:
     """Makes the finding for an optimizer that steps past the scaler on gradients that the scaler has unscaled."""
-    advice = MISUSE_ADVICE["optimizer.step"]
-    return SCALER_MISUSE.finding(
-        "error",
-        f"step {step}: scaler.unscale_ has divided the gradients, and optimizer.step() uses them past the "
-        "scaler: an update whose gradients overflow is made all the same, which scaler.step(optimizer) skips",
-        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
-        cause="scaler_misuse",
-        evidence={"scale": scale},
-        advice=HELP["scaler_misuse"],
-        prescription=Prescription.untried(advice, "the calls alone show it"),
+    return _misused(
+        Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        "optimizer.step() is called after scaler.unscale_, in place of scaler.step(optimizer). "
+        "An update whose gradients overflow is made, and not skipped.",
+        {"scale": scale},
+        cure=Prescription.untried(MISUSE_ADVICE["optimizer.step"], "the calls alone show it"),
     )
 
 
 def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
     """Makes the finding for a second step on the same gradients: an error where it ignores a scaler's skip."""
     advice = MISUSE_ADVICE["optimizer.step again"] if scaled else _ONE_EACH
-    first, harm = "that scaler.step(optimizer) has used", "every update is made twice"
+    first, harm = "of its last update", "Every update is made twice"
     if held_back:
         first = "with which scaler.step(optimizer) has skipped the update"
-        harm = "gradients that overflowed reach the weights"
+        harm = "Gradients that overflowed reach the weights"
     elif scaled:
+        first = "that scaler.step(optimizer) has used"
         harm += ", and one that the scaler skips is made all the same"
-    else:
-        first = "of its last update"
-    return SCALER_MISUSE.finding(
-        "error" if scaled else "warning",
-        f"step {step}: the optimizer steps again on the gradients {first}, with no backward in between: {harm}",
-        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
-        cause="scaler_misuse" if scaled else None,
-        evidence={"skipped_by_the_scaler": held_back},
-        advice=HELP["scaler_misuse"] if scaled else f"{advice[0].upper()}{advice[1:]}.",
-        prescription=Prescription.untried(
+    found = _misused(
+        Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        f"the optimizer steps again on gradients {first}, without a backward in between. {harm}.",
+        {"skipped_by_the_scaler": held_back},
+        severity="error" if scaled else "warning",
+        advice="" if scaled else advice,
+        cure=Prescription.untried(
             advice, "the calls alone show it: a second update on the same gradients is wrong in every precision"
         ),
     )
+    return found if scaled else replace(found, cause=None)
 
 
 def refused_call_finding(
@@ -120,29 +134,23 @@ def refused_call_finding(
     past: bool = False,
 ) -> Finding:
     """Makes the finding for a call that GradScaler refuses; `past`: because the step was made past it."""
-    op = "optimizer.step" if past else f"scaler.{method}"
-    help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."
-    message = f"step {step}: the scaler refuses the call of {method}: {raised}"
-    if past:
-        message = f"step {step}: optimizer.step() is called past the scaler, which then refuses {method}: {raised}"
+    said = f"{'after a call of optimizer.step() ' if past else ''}the scaler refuses {method}: {raised}"
     evidence: dict[str, Any] = {"raised": raised}
     if halves is not None:
         many = halves.count != 1
         made = "" if halves.made is None else f", made so at {halves.made.file}:{halves.made.line}"
-        message += (
-            f" {halves.count} trained parameter{'s are' if many else ' is'} in float16,"
+        said += (
+            f" {halves.count:,} trained parameter{'s are' if many else ' is'} in fp16,"
             f"{' the first of them' if many else ''} {halves.first}{made}: a GradScaler needs weights in fp32"
         )
-        evidence = {**evidence, "float16_parameters": halves.count, "first": halves.first}
+        evidence |= {"float16_parameters": halves.count, "first": halves.first}
         source = halves.made or source
-    return SCALER_MISUSE.finding(
-        "error",
-        message,
-        where=Where(step=step, phase="scaler", op=op, source=source),
-        cause="scaler_misuse",
-        evidence=evidence,
-        advice=help_,
-        prescription=Prescription.untried(advice, "the step ends there, so no replay can stand in for it"),
+    return _misused(
+        Where(step=step, phase="scaler", op="optimizer.step" if past else f"scaler.{method}", source=source),
+        said,
+        evidence,
+        advice=advice if advice in NOT_THE_ORDER else "",
+        cure=Prescription.untried(advice, "the step ends there, so no replay can stand in for it"),
     )
 
 
@@ -172,17 +180,17 @@ def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) 
         done = f"changed (clipped?) {event.edited} gradients while they were still scaled by"
     else:
         op, done = "unscale", "divided its gradients, which were unscaled already, once more by about"
-    return _misuse_finding(comparison, event, op, f"the step {done} {event.scale:g}")
+    return _misuse_finding(comparison, event, op, f"the step {done} {scale_text(event.scale)}")
 
 
 def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...]:
     """Returns other explanations of a misuse; one is right only if a replay with it corrected agrees."""
     used, changed = _first(comparison, _used_scaled), _first(comparison, _changed_scaled)
     if first.where.op in _CLIPPINGS and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
-        said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
+        said = f"the step divided its gradients itself, and scaler.unscale_ again, by {scale_text(changed.scale)}"
         return (_misuse_finding(comparison, changed, "unscale", said),)
     if first.where.op == "optimizer.step" and used and _holds_anothers(comparison, used):
-        said = f"gradients of another optimizer's loss, scaled by {used.scale:g}, were still there when its own came"
+        said = f"gradients of another optimizer's loss, scaled by {scale_text(used.scale)}, were not cleared before"
         return (_misuse_finding(comparison, used, "optimizer.zero_grad", said),)
     return ()
 
@@ -195,20 +203,21 @@ def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_TH
     unscaled = set[str]()  # a fused optimizer divides inside its own step: no unscale event comes first
     for event in comparison.events:
         if event.twice:
-            said = f"a part of the loss goes through scaler.scale twice: it is scaled by {event.twice:g} once too often"
+            said = f"a part of the loss goes through scaler.scale twice, by {scale_text(event.twice)} each time"
             found.append(_misuse_finding(comparison, replace(event, scale=event.twice), "GradScaler.scale", said))
         if not event.scale or (event.scale == 1.0 and not event.misscaled):
             continue
         if event.kind == "unscale":
             unscaled.add(event.optimizer)
         late = event.kind == "optimizer_step" and event.optimizer in unscaled
-        times = f"scaled by {event.scale:g}"
+        times = f"scaled by {scale_text(event.scale)}"
         if event.misscaled and late:
             said = f"{event.misscaled} gradients went on to collect gradients {times} after scaler.unscale_"
             found.append(_misuse_finding(comparison, event, "scaler.unscale_", said))
         elif event.misscaled and (other := [scale for scale in event.scales if scale not in (1.0, event.scale)]):
-            said = f"{event.misscaled} gradients are divided by {event.scale:g}, but were scaled by " + " and ".join(
-                f"{scale:g}" for scale in other
+            said = (
+                f"{event.misscaled} gradients are divided by {scale_text(event.scale)}, but were scaled by "
+                + " and ".join(f"{scale_text(scale)}" for scale in other)
             )
             found.append(_misuse_finding(comparison, event, "scaler.step", said))
         elif event.misscaled:
@@ -229,27 +238,20 @@ def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_T
     scaled = any(event.kind == "scale" for event in comparison.events)
     if comparison.gradient_error <= thresholds[MISUSE_ERROR] or event is None or not scaled:
         return None
-    said = f"gradients were used inside the step, or in a hook, while they were still scaled by {event.scale:g}"
+    said = (
+        f"gradients were used inside the step, or in a hook, while they were still scaled by {scale_text(event.scale)}"
+    )
     return _misuse_finding(comparison, event, "Tensor.grad", said)
 
 
 def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str) -> Finding:
-    return SCALER_MISUSE.finding(
-        "error",
-        f"step {comparison.step}: {said}; what reaches the optimizer is "
-        f"{comparison.gradient_ratio:.3g} times the fp32 gradient",
-        where=Where(step=comparison.step, phase="optimizer", op=op),
-        cause="scaler_misuse",
-        evidence={
-            "scale": event.scale,
-            "gradient_ratio": comparison.gradient_ratio,
-            "gradient_error": comparison.gradient_error,
-            "edited": event.edited,
-            "unscaled": event.unscaled,
-            "misscaled": event.misscaled,
-            "scales": list(event.scales),
-        },
-        advice=HELP["scaler_misuse"],
+    own = ("scale", "edited", "unscaled", "misscaled")
+    return _misused(
+        Where(step=comparison.step, phase="optimizer", op=op),
+        f"{said}. The optimizer gets {figure(comparison.gradient_ratio)} times the gradient of fp32.",
+        {"gradient_ratio": comparison.gradient_ratio, "gradient_error": comparison.gradient_error}
+        | {name: getattr(event, name) for name in own}
+        | {"scales": list(event.scales)},
     )
 
 
@@ -292,12 +294,15 @@ def certain_misuse(
 ) -> Finding | None:
     """Returns the finding for an update on scaled gradients, or a clipping (norm before, most after) of them."""
     if still_scaled:
-        op, said = "optimizer.step", f"the step uses {still_scaled} gradients that are still scaled by {scale:g}"
+        op, said = (
+            "optimizer.step",
+            f"the step uses {still_scaled} gradients that are still scaled by {scale_text(scale)}",
+        )
     elif clipped is not None and _shortened(clipped, scale) > MISUSE_RATIO.default:
         op = "clip_grad_norm_"
         said = (
             f"gradients were clipped from norm {clipped[0]:.4g} to {clipped[1]:.4g} while they were still scaled by "
-            f"{scale:g}"
+            f"{scale_text(scale)}"
         )
     else:
         return None
@@ -313,15 +318,7 @@ def certain_misuse(
 
 
 def _finding(step: int, op: str, said: str, source: Source | None, evidence: dict[str, Any]) -> Finding:
-    advice = MISUSE_ADVICE[op]
-    return SCALER_MISUSE.finding(
-        "error",
-        f"step {step}: {said}",
-        where=Where(step=step, phase="optimizer", op=op, source=source),
-        cause="scaler_misuse",
-        evidence=evidence,
-        advice=f"{advice[0].upper()}{advice[1:]}.",
-    )
+    return _misused(Where(step=step, phase="optimizer", op=op, source=source), said, evidence, advice=MISUSE_ADVICE[op])
 
 
 def _shortened(clipped: tuple[float, float], scale: float) -> float:
@@ -383,23 +380,25 @@ def _scaled_twice(at: Handling) -> tuple[str, str] | None:
     known = at.after is not None and (at.before is not None or at.by_itself)
     if _divisions(at) or (at.knows_scale and not known):
         return None
-    said = f"a loss of which a part was scaled already is scaled once more, by {at.scale:g}, and unscaled once"
+    said = (
+        f"a loss of which a part was scaled already is scaled once more, by {scale_text(at.scale)}, and unscaled once"
+    )
     return "GradScaler.scale", said
 
 
 def _used_as_scaled(at: Handling) -> tuple[str, str] | None:
     if at.unscaled or at.by_itself or at.after is None or at.after.factor != 1.0:
         return None
-    return "optimizer.step", f"the step uses gradients that are still scaled by {at.scale:g}"
+    return "optimizer.step", f"the step uses gradients that are still scaled by {scale_text(at.scale)}"
 
 
 def _twice_divided(at: Handling) -> tuple[str, str] | None:
     if at.after is None or at.after.norm >= at.scale**-0.5:  # a gradient of usual length was not divided twice
         return None
     if at.unscaled and _divisions(at) and at.scaled_again is None:
-        said = f"the gradients are divided by {at.scale:g} twice: by the scaler and by the loop's own code"
+        said = f"the gradients are divided by {scale_text(at.scale)} twice: by the scaler and by the loop's own code"
     elif not at.unscaled and not at.by_itself and _is_inverse(at.after, at.scale**2, at.clipped):
-        said = f"the loop's own code divides the gradients by {at.scale:g} twice"
+        said = f"the loop's own code divides the gradients by {scale_text(at.scale)} twice"
     else:
         return None
     return "unscale", f"{said}; what reaches the optimizer has norm {at.after.norm:.3g}"
@@ -418,7 +417,7 @@ def _cut_scaled(at: Handling, cuts: Cuts) -> tuple[str, str] | None:
         said = f"gradients were shortened to norm {done.norm:.4g}, in this step as in others,"
     else:
         return None
-    return "gradient clipping", f"{said} while they were still scaled by {at.scale:g}"
+    return "gradient clipping", f"{said} while they were still scaled by {scale_text(at.scale)}"
 
 
 def _divisions(at: Handling) -> int:
@@ -506,3 +505,99 @@ def _advice(scales: Sequence[float], *, updated: bool) -> str:
 def scale_kills(origin: NonFiniteOrigin, scale: float | None) -> bool:
     """Returns whether the loss scale is dead and the non-finite values appear after the loss."""
     return scale is not None and is_dead(scale) and origin.where.phase not in ("forward", "loss", "data")
+
+
+# -- a run's own loss scaler before its first step: dead, with wrong settings, or overwritten --
+
+
+def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
+    """Makes the finding for a loss scale with which every step does harm or is skipped; `cure` is a fresh scaler."""
+    return DEAD_SCALER.finding(
+        "error",
+        f"before {f'step {where.step}' if where.step else 'the first step'} the loss scale is {dead_words(scale)}",
+        where=where,
+        cause="scaler_collapse" if where.step else "bad_checkpoint",
+        evidence={"scale": scale, "dead_at_or_below": dead_at},
+        advice="Start from a fresh GradScaler, or one with a sane init_scale.",
+        prescription=cure,
+    )
+
+
+def unusable_scale_finding(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
+    """Makes the finding for a first loss scale, or with `reached` a later one, without a finite inverse in fp32."""
+    falls = f"from {scale_text(scale)} the scaler's settings lead to a loss scale whose inverse is not finite in fp32"
+    return DEAD_SCALER.finding(
+        "error",
+        f"{falls if reached else f'the inverse of loss scale {scale_text(scale)} is not finite in fp32'}: "
+        "a step that is not skipped writes Inf into the weights",
+        where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
+        cause="scaler_collapse" if reached else "bad_checkpoint",
+        evidence={"scale": scale},
+        prescription=prescription,
+    )
+
+
+def run_scaler_findings(scaler: ScalerState, thresholds: Thresholds) -> Iterator[Finding]:
+    """Yields what scan says of a checkpoint with this scaler: AMP401, AMP403 and AMP404."""
+    for finding in judge(CheckpointSummary(format="", tensors=(), scalers=(scaler,)), thresholds):
+        if finding.code in {DEAD_SCALER.code, FROZEN_SCALER.code, SCALER_SETTINGS.code}:
+            yield replace(finding, where=AT_START)
+
+
+def unloaded_scale_finding(saved: Finding, own: float | None) -> Finding:
+    """Returns scan's finding on a checkpoint's dead or collapsed scale (`saved`) for a run that steps at `own`."""
+    return replace(
+        saved,
+        severity="warning",
+        message=f"{saved.message} {starting_scale('The run', own)}{' instead' if own is not None else ''}.",
+        help="Do not load this scaler state: start from a fresh GradScaler.",
+        prescription=None,
+    )
+
+
+SETTINGS_OVERWRITTEN = rule("AMP411", REPLAYED)
+
+LOADED = ("growth_factor", "backoff_factor", "growth_interval")
+"""Settings that `load_state_dict` replaces together with the scale and the count of clean steps (torch's GradScaler).
+The scale is state, and is meant to be replaced."""
+
+
+def overwritten_finding(scalers: ResumedScaler) -> Finding | None:
+    """Makes the finding for settings that loading a scaler's state replaces: a note where the replay keeps them."""
+    lost: dict[str, dict[str, float]] = {}
+    kept = True
+    for name in LOADED:
+        own, file, now = (getattr(one, name) for one in (scalers.own, scalers.file, scalers.now))
+        if _same(own, file):
+            continue
+        replaced = _same(now, file)
+        meant = name in scalers.asked if scalers.asked is not None else own != FRESH_SCALER[name]
+        if meant and (replaced or scalers.asked is None):
+            lost[name] = {"run": own, "checkpoint": file, "replay": now}
+            kept = kept and not replaced
+    if not lost:
+        return None
+    pairs = " and ".join(
+        f"{name} {plain(of['run'])} (the checkpoint: {plain(of['checkpoint'])})" for name, of in lost.items()
+    )
+    ends = (
+        "a run that loads the checkpoint's scaler state loses that"
+        if kept
+        else "loading the checkpoint's scaler state replaces that"
+    )
+    setters = "; ".join(f"scaler.set_{name}({plain(of['run'])})" for name, of in lost.items())
+    return SETTINGS_OVERWRITTEN.finding(
+        "note" if kept else "warning",
+        f"the run's scaler asks for {pairs}: {ends}",
+        where=AT_START,
+        evidence={"settings": lost},
+        prescription=Prescription.untried(
+            setters,
+            "which of the two is meant, only the run's author knows",
+            f"after scaler.load_state_dict(...), if the run's own are meant: {setters}",
+        ),
+    )
+
+
+def _same(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))
