@@ -187,6 +187,7 @@ def _replace_exit() -> None:
         if os.getpid() != _Claim.process:  # a forked worker keeps its own code
             leave(status)
         if _Claim.code is None:
+            sys.stderr = sys.__stderr__  # that of user code may drop what is written
             note(f"ampdoctor: error: the code under examination ended the process with os._exit({status!r})")
         leave(EXIT_ERROR if _Claim.code is None else _Claim.code)
 

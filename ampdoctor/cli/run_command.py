@@ -54,8 +54,8 @@ from ampdoctor.live.log.facts import exit_code_ends_others
 from ampdoctor.live.script import Script, run_script
 from ampdoctor.reports.escape import sentence
 from ampdoctor.reports.text import count
-from ampdoctor.workflows.output_files import refuse_of_log
-from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest, is_run_log
+from ampdoctor.workflows.output_files import is_run_log, refuse_of_log
+from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report_target import Run

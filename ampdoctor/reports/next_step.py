@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -51,18 +52,19 @@ def next_step(report: Report) -> Step:
 
 
 def bundle_command(report: Report) -> str:
-    """Return the command that replays the bundle of a watched training; "" where none was kept."""
+    """Return the command that replays the bundle of a watched training; "" where none was kept.
+
+    A bundle without weights also takes `--checkpoint`, and nobody but the user knows with which file.
+    """
     kept = report.run.get("kept") or {}
-    options: _Options = {
-        **({"--checkpoint": ["CHECKPOINT"]} if kept.get("from_checkpoint") else {}),
-        **({"--model": [kept["model"]]} if kept.get("model") else {}),
-    }
+    options: _Options = {"--model": [kept["model"]]} if kept.get("model") else {}
     return _command("bisect-nan", kept["bundle"], more=options) if kept.get("bundle") else ""
 
 
 def _incomplete(report: Report) -> Step:
     if again := bundle_command(report):
-        return Step("the step was not replayed during training; replay its bundle", again)
+        with_what = " and add --checkpoint with one from before it" if report.run["kept"].get("from_checkpoint") else ""
+        return Step(f"the step was not replayed during training; replay its bundle{with_what}", again)
     if any(error.kind == "interrupted" for error in report.errors):
         return Step("give the same command more time, or start it from a later checkpoint")
     what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
@@ -96,10 +98,28 @@ def _not_reproduced(report: Report) -> Step:
         return Step(f"leave out {cut}: what stays finite shows beside fp32", again)
     if report.target.get("checkpoint") is None:
         return Step("start from the last checkpoint before the failure: add --checkpoint")
-    steps = report.run.get("steps")
+    return Step("go further", _further(report, {"--expect-failure": []}))
+
+
+def _further(report: Report, more: _Options = MappingProxyType({})) -> str:
+    """Return the command that replays twice as many steps."""
+    steps, options = report.run.get("steps"), report.target.get("options") or {}
     option = "--max-steps" if "--until-sick" in options else "--steps"
     further = {option: [str(2 * steps)]} if isinstance(steps, int) and steps else {}
-    return Step("go further", _replay(report.command, report.target, {**further, "--expect-failure": []}))
+    return _replay(report.command, report.target, {**further, **more})
+
+
+def _all_finite(report: Report) -> Step:
+    """Return how to look at what comes after the replayed steps of a healthy run."""
+    if log := (report.run.get("kept") or {}).get("health"):
+        return Step("a watched run of this script went further; its log says how it went", _command("health", log))
+    factory, arguments = str(report.target.get("factory") or ""), report.target.get("arguments") or ()
+    if factory.endswith(".py"):
+        watched = _command("run", factory, after=arguments)
+        return Step("if a later step fails, watch the whole training", watched)
+    if any(one.what == "further batches" for one in report.skipped):
+        return Step("if a later step fails, replay more", _further(report))
+    return Step("nothing; if the run fails for you, start from its last checkpoint before that: add --checkpoint")
 
 
 def _set_aside(report: Report) -> Step | None:
@@ -132,9 +152,7 @@ def _judged(report: Report) -> Step:
     warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
     if report.command == "bisect-nan" and warned is not None:
         return _its_page(warned)
-    if report.command == "bisect-nan":
-        return Step("nothing; if the run fails for you, start from its last checkpoint before that: add --checkpoint")
-    return _recommended(report)
+    return _all_finite(report) if report.command == "bisect-nan" else _recommended(report)
 
 
 def _scanned(report: Report) -> Step:
@@ -172,12 +190,25 @@ def _resume(name: str, why: str) -> Step:
 
 
 def _earlier(report: Report) -> Step:
-    """Return where the checkpoints of before it lie, if that is known."""
+    """Return where other checkpoints of the training lie, if some do."""
     where = report.target.get("location") or report.target.get("path")
-    said = "resume from an earlier checkpoint"
-    if not isinstance(where, str) or "paths" in report.target:
-        return Step(said)
-    return Step(f"{said}; the last healthy one is found by", _command("scan", str(PurePath(where).parent)))
+    if not isinstance(where, str) or "paths" in report.target or not _has_others(Path(where)):
+        return Step("resume from an earlier checkpoint, and watch the training with ampdoctor run")
+    folder = PurePath(where).parent if PurePath(where).name else PurePath("..")
+    return Step("resume from an earlier checkpoint; see which are healthy", _command("scan", str(folder)))
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def _has_others(path: Path) -> bool:
+    """Whether a file or folder whose name differs in its numbers alone, as step-10 and step-20, lies beside it."""
+    try:
+        here = path.resolve()
+        names = {other.name for other in here.parent.iterdir()} - {here.name}
+    except OSError:
+        return False
+    return _DIGITS.sub("", here.name) in {_DIGITS.sub("", name) for name in names}
 
 
 def _over_time(report: Report) -> Step:

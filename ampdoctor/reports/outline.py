@@ -311,6 +311,6 @@ def _kept(report: Report) -> Iterator[Block]:
     if kept.get("bundle"):
         name = str(kept.get("model", "")).rpartition(":")[2]
         maker = f", once {name}() returns its model" if name == "make_model" else ""
-        begins = " from a checkpoint of before it," if kept.get("from_checkpoint") else ""
+        begins = " from a checkpoint of before it (--checkpoint)," if kept.get("from_checkpoint") else ""
         title = f"{kept['bundle']}: the step, to be replayed{begins} on any machine{maker}"
         yield Code(title=title, lines=(bundle_command(report),), language="console")
