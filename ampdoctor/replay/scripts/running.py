@@ -245,8 +245,7 @@ class Runner:
             stack.enter_context(on_marked_loop(mark))
             stack.enter_context(run.made.watching())
             try:
-                with run.output:
-                    self._execute(run)
+                self._execute(run)
             except (UserCodeError, _EndedError) as error:
                 run.ended = error
         if not run.is_left():
@@ -301,6 +300,7 @@ class Runner:
                 eagerly(),
                 quiet_threads(),
                 shown_once(self._shown, "script"),
+                run.output,
                 self.files.guarded(run.is_left),
             ):
                 try:
