@@ -133,6 +133,8 @@ class ConfiguredCommand(TyperCommand):
             key, equals, text = pair.partition("=")
             if key in moved:
                 raise UsageError(f"--threshold {key}: given twice")
+            if equals and ("_" in text or not text.isascii()):  # Python would read 1_0 and other scripts' digits
+                raise UsageError(f"--threshold {pair}: {text!r} is no number")
             if key in self.knobs and equals:
                 moved[key] = text
             elif "." in key and equals:

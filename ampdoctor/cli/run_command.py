@@ -86,7 +86,7 @@ def judge(
     2. Findings at or above `fail_on`: 1, or 0 with `exit_zero`.
     3. Verdict `not_reproduced` or `inconclusive`: 2. The question has no answer yet, and a script would read 0 as
        "healthy". `exit_zero` does not change this: it applies to findings.
-    4. Otherwise 0.
+    4. Otherwise 0; with a sentence where nothing was judged, as 0 would be read as "healthy" there, too.
     """
     if not report.complete and not allow_partial:
         parts = count(len(report.errors), "part")
@@ -109,6 +109,8 @@ def _answer(report: Report, *, fail_on: FailOn, exit_zero: bool) -> Outcome:
         return Outcome(EXIT_ERROR, f"not reproduced: the failure did not come back; {further}")
     if report.verdict == "inconclusive":
         return Outcome(EXIT_ERROR, "inconclusive: what was examined does not settle whether the run is healthy")
+    if report.verdict == "not_judged" and report.command in ("scan", "health") and report.structure is None:
+        return Outcome(EXIT_OK, "not judged: nothing that was read shows whether it is healthy")
     return Outcome(EXIT_OK)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.replay.outcome import comparison_left_out
+from ampdoctor.evidence.python_lines import autocast_step
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_scaler import ScalerSection
@@ -20,6 +21,7 @@ from ampdoctor.reports.fix_code import code_of, setting_of
 
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))  # findings about the configuration, not the report's subject
 _NOT_FINITE_IN_FP32 = "AMP206"  # a profile with this finding has no ranges to derive settings from
+_HALF = {"fp16": "float16", "bf16": "bfloat16"}
 _Options: TypeAlias = Mapping[str, Sequence[str]]  # options of a command line with their values; a flag has none
 
 
@@ -287,10 +289,20 @@ def _planned(section: PlanSection) -> Step:
 
 
 def _recommended(report: Report) -> Step:
-    scaler = report.scaler or ScalerSection()
-    remedies = report.precision.remedies if report.precision is not None else ()
-    if not scaler.change and remedies:
-        return Step(remedies[0])
+    """Return the precision's change, else the scaler's, else the first remedy: one at a time."""
+    scaler, advice = report.scaler or ScalerSection(), report.precision
+    own = report.run.get("precision")
+    if (
+        advice is not None
+        and own in _HALF
+        and advice.precision != own
+        and advice.precision in _HALF
+        and not scaler.emit
+    ):
+        lines = autocast_step(setting_of(report).device, _HALF[advice.precision])
+        return Step(f"train in {advice.precision}{'' if own == 'bf16' else ', without a GradScaler'}", lines[0])
+    if not scaler.change and advice is not None and advice.remedies:
+        return _remedy(advice.remedies[0])
     if not scaler.change:
         gate = _recommend(report.target, {"--fail-on": ["warning"]})
         return Step("nothing; in CI this tells when that changes", gate)
@@ -298,6 +310,13 @@ def _recommended(report: Report) -> Step:
         return Step("put the settings shown into your configuration")
     settings = asdict(scaler.recommended) if scaler.recommended is not None else {}
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({text.settings(settings)})")
+
+
+def _remedy(said: str) -> Step:
+    """Return a remedy; with the line to write, where it is what to give to a loss."""
+    why, is_given, argument = said.partition(": give it ")
+    line = f"torch.nn.functional.cross_entropy({argument}, target)" if why.startswith("cross_entropy") else argument
+    return Step(f"{why}; give it wider inputs", line) if is_given else Step(said)
 
 
 def _path(report: Report) -> str:

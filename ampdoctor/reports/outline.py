@@ -45,7 +45,7 @@ def _sections(report: Report) -> Iterator[Block]:
     yield from sections.path(report.path)
     yield from sections.proof(report.proof)
     yield from sections.precision(report.precision)
-    yield from sections.scaling(report.scaler)
+    yield from sections.scaling(report.scaler, kept=report.precision is None or report.precision.precision == "fp16")
     yield from values.ranges(report.profile)
     yield from values.trend(report)
     yield from values.change(report.change)
