@@ -246,11 +246,16 @@ def _sick(report: Report) -> Step:
     return Step("paste the lines of the fix, which no replay has proved") if place else _its_page(finding)
 
 
+_PLACE = re.compile(r"[^\s:]+\.py:\d+(?=: )")
+"""The line that a change of the code begins with; it may come before the line that failed."""
+
+
 def _in_the_code(finding: Finding, report: Report) -> Step:
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _earlier(report)
     source, where = finding.where.source, finding.where
-    at = f" at {source.file}:{source.line}" if source is not None else ""
+    named = _PLACE.match(str(finding.prescription.value)) if finding.prescription is not None else None
+    at = f" at {named[0]}" if named else f" at {source.file}:{source.line}" if source is not None else ""
     change = f"change the code{at} as {finding.code} says"
     if source is not None and source.installed:
         change = f"change your own code as {finding.code} says (the line shown is an installed package's)"

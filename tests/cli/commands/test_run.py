@@ -162,8 +162,9 @@ def test_healthy_is_said_where_steps_were_judged_and_nothing_was_found_or_missed
     tally = Tally(incomplete=gap)
     tally.warned |= {("AMP407", 3)} if warned else set()
     tally.ended(code)
-    shown = tally.said(SimpleNamespace(attempted=40, taken=39), None, None, lost=lost)
+    shown = tally.said(SimpleNamespace(attempted=40, taken=39), None, None, lost=lost, log="a b")
     assert shown.startswith(f"40 steps watched, {said}, 1 skipped (the watch took ")
+    assert shown.endswith("; what to do: ampdoctor health 'a b'") == (said == "1 finding")
 
 
 def test_rank_0_alone_says_what_was_watched(run, watch, monkeypatch):
