@@ -30,8 +30,7 @@ from ampdoctor.cli.output import (
     refuse_unread,
     write_file,
 )
-from ampdoctor.cli.process import STDOUT, StdoutClosedError, note, read_text, report_on_stderr
-from ampdoctor.cli.progress import progress_line
+from ampdoctor.cli.process import STDOUT, StdoutClosedError, note, progress_line, read_text, report_on_stderr
 from ampdoctor.errors import (
     EXIT_ERROR,
     EXIT_FINDINGS,
