@@ -58,7 +58,7 @@ from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report_target import Run
-    from ampdoctor.workflows.watch_script import ScriptWatch
+    from ampdoctor.workflows.watch import ScriptWatch
     from ampdoctor.workflows.watcher import TrainingWatcher
 
 Places: TypeAlias = tuple[Destination, ...]
@@ -320,7 +320,7 @@ class _Watched:
 
     def work(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
         """Run the script under the watch; raises ForkedChildError at the end of a child that the script forked."""
-        from ampdoctor.workflows.watch_script import watching
+        from ampdoctor.workflows.watch import watching
 
         if not (self.quiet or rank_of()):
             follow = f"live view: ampdoctor health {self.folder} --follow"

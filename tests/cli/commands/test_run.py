@@ -15,7 +15,7 @@ import pytest
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.workflows import watch_script as seam
+from ampdoctor.workflows import watch as seam
 from ampdoctor.workflows.log_listeners import Tally
 
 FOUND = Finding(
@@ -58,7 +58,7 @@ def watch(monkeypatch):
         if one.fails == "before":
             raise RuntimeError("no hooks")
         one.open += 1
-        yield (made := SimpleNamespace(report=None, has_begun=True, doctor=one.doctor, ended=lambda error: None))
+        yield (made := SimpleNamespace(report=None, doctor=one.doctor, ended=lambda error: None))
         one.open -= 1
         made.report = one.found
         if one.fails == "after":
