@@ -130,20 +130,13 @@ class ConfiguredCommand(TyperCommand):
         moved: dict[str, str] = {}
         of_rules = []
         for pair in ctx.params.get("threshold", ()):
-            key, equals, text = pair.partition("=")
+            key, text = self._pair(pair)
             if key in moved:
                 raise UsageError(f"--threshold {key}: given twice")
-            if key in self.knobs and equals:
+            if key in self.knobs:
                 moved[key] = text
-            elif "." in key and equals:
-                of_rules.append(pair)
             else:
-                known = ", ".join(f"{name}={_plain(knob.default)}" for name, knob in self.knobs.items())
-                known += " and " if known else ""
-                raise UsageError(
-                    f"--threshold {pair}: the form is NAME=VALUE, and the names are {known}those of the rules "
-                    "(AMP107.saturated=0.25; `ampdoctor rule CODE` shows a rule's, with their defaults)"
-                )
+                of_rules.append(pair)
         for key, text in moved.items():
             try:
                 ctx.params[self.knobs[key].name] = self.knobs[key].process_value(ctx, text)
@@ -152,6 +145,20 @@ class ConfiguredCommand(TyperCommand):
                 raise UsageError(f"--threshold {key}={text}: {said_of_the_value(error)}") from None
         if "threshold" in ctx.params:
             ctx.params["threshold"] = of_rules
+
+    def _pair(self, pair: str) -> tuple[str, str]:
+        """Return name and value of a `--threshold`; may raise UsageError."""
+        key, equals, text = pair.partition("=")
+        if not equals or not (key in self.knobs or "." in key):
+            known = ", ".join(f"{name}={_plain(knob.default)}" for name, knob in self.knobs.items())
+            known += " and " if known else ""
+            raise UsageError(
+                f"--threshold {pair}: the form is NAME=VALUE, and the names are {known}those of the rules "
+                "(AMP107.saturated=0.25; `ampdoctor rule CODE` shows a rule's, with their defaults)"
+            )
+        if "_" in text or not text.isascii():  # Python would read 1_0 and other scripts' digits
+            raise UsageError(f"--threshold {pair}: {text!r} is no number")
+        return key, text
 
     def _origin(self, ctx: Any, name: str) -> str | None:
         """Return where a parameter's value came from; None: from the command line or the tool's default."""

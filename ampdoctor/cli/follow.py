@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console, ConsoleDimensions
@@ -16,26 +16,26 @@ from rich.text import Text
 
 from ampdoctor.cli.options import OutputOptions
 from ampdoctor.cli.process import note, report_stream, write_stdout
-from ampdoctor.cli.progress import duration
 from ampdoctor.errors import OutputError
-from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.following import Follower
 from ampdoctor.health.latest import Event, Latest, Measure
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.formats import Color
-from ampdoctor.reports.text import sparkline
+from ampdoctor.reports.text import binary, number, size, sparkline
 
-# -- the picture of `ampdoctor health LOG --follow` --
-
-_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
+FRAME_S = 0.25  # seconds between two reads: nobody reads faster, and the log is only a twentieth of a second late
+_EVERY = 100  # steps between two plain lines
+_SLOW_S = 60.0  # seconds after which a step is printed anyway: some steps take minutes
 _QUIET_S = 60.0  # seconds without a line after which the log counts as silent
-_LABEL, _VALUE = 15, 12
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
+_LABEL, _VALUE = 15, 12  # columns before a curve
 _MEASURES: tuple[tuple[Measure, str], ...] = (
     ("flushed_share", "flushed to zero"),
     ("log2_headroom", "least headroom"),
     ("zero_share", "most zeros"),
 )
+_WORST = 3  # tensors that are shown by each measure
 _SHORT_ROLES = {
     "gradient": "grad",
     "activation": "act",
@@ -43,22 +43,26 @@ _SHORT_ROLES = {
     "parameter": "param",
     "optimizer_state": "state",
 }
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def status_line(latest: Latest) -> str:
-    """Returns the state of a run in one plain line."""
-    last = latest.last
+def status_line(latest: Latest, *, numbers: bool = True) -> str:
+    """Returns the state of a run in one plain line; without `numbers` of the loss, which curves show."""
+    last, rates, memory, lost = latest.last, latest.rates, latest.memory_bytes, latest.lost
     if last is None:
         return "no step yet"
-    rates = latest.rates
-    parts = [f"step {last.step}", f"loss {number(last.loss)}", f"norm {number(last.gradient_norm)}"]
-    if last.loss_scale is not None:
-        parts.append(f"scale {number(last.loss_scale)}")
-    parts += [part for part in (_rate(rates.steps, "steps/s"), _rate(rates.tokens, "tokens/s")) if part]
-    if latest.skipped:
-        parts.append(f"{latest.skipped} skipped")
-    return "  ".join(parts)
+    scale = None if last.loss_scale is None else f"scale {binary(last.loss_scale)}"
+    parts = [f"loss {number(last.loss)}", f"norm {number(last.gradient_norm)}", scale] if numbers else []
+    parts += [_rate(rates.steps, "steps/s"), _rate(rates.tokens, "tokens/s") or _rate(rates.samples, "samples/s")]
+    if rates.data_share is not None:
+        parts.append(f"{rates.data_share:.0%} of it waiting for data")
+    parts += [None if memory is None else f"{size(memory)} of memory at most"]
+    parts += [f"{latest.skipped} skipped since step {latest.first_step}" if latest.skipped else None]
+    parts += [f"{lost.steps + lost.details} lines lost" if lost is not None and lost.steps + lost.details else None]
+    return "  ".join([f"step {last.step}", *(part for part in parts if part)])
+
+
+def _rate(rate: float | None, unit: str) -> str | None:
+    return f"{rate:{',.0f' if rate >= 100 else '.3g'}} {unit}" if rate else None
 
 
 def event_line(event: Event) -> str:
@@ -68,135 +72,74 @@ def event_line(event: Event) -> str:
     return f"{at}{what}: {sanitise(event.says)}"
 
 
-def number(value: float | None) -> str:
-    """Returns a number in at most eight characters."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Inf" if value > 0.0 else "-Inf")
-    if value and abs(math.log2(abs(value))) >= 14 and math.frexp(value)[0] == 0.5:
-        return f"2^{math.frexp(value)[1] - 1}"
-    return f"{value:.4g}"
-
-
 def view(latest: Latest, *, name: str, width: int, height: int, now: float | None = None) -> Text:
     """Returns the picture, at most `width` by `height`; `now` is in seconds since 1970."""
-    head = _head(latest, name, time.time() if now is None else now)
-    curves = _curves(latest, width)
-    left = height - len(head) - len(curves)
+    lines = [_title(latest, name, time.time() if now is None else now)]
+    if latest.last is not None:
+        lines += [Text(status_line(latest, numbers=False)), *_curves(latest, width)]
     told = [event for event in latest.events if event.kind not in {"checkpoint", "end"}]
-    checkpoints = [event for event in latest.events if event.kind == "checkpoint"][-1:]
-    wanted = min(2 * len(told), 8)
-    layers = _layers(latest, max(left - min(wanted, left // 3) - bool(wanted) - len(checkpoints), 0))
-    left -= len(layers) + len(checkpoints)
-    events = _events(told, left, width)
-    lines = [*head, *curves, *layers, *events, *(_styled(event_line(event), event) for event in checkpoints)][:height]
+    told += [event for event in latest.events if event.kind == "checkpoint"][-1:]
+    events = [
+        Text(line, _STYLES[event.level])
+        for event in told
+        for line in textwrap.wrap(event_line(event), max(width, 20), subsequent_indent="  ")
+    ]
+    layers = _layers(latest)
+    if len(lines) + len(layers) + min(len(events), 8) <= height:
+        lines += layers
+    lines += events[-max(height - len(lines), 0) :] if len(lines) < height else []
     for line in lines:
         line.truncate(width, overflow="ellipsis")
-        line.no_wrap = True
-    return Text("\n", no_wrap=True, overflow="crop").join(lines)
+    return Text("\n", no_wrap=True, overflow="crop").join(lines[:height])
 
 
-def _head(latest: Latest, name: str, now: float) -> list[Text]:
-    run, last, stamp = latest.run, latest.last, latest.stamp
+def _title(latest: Latest, name: str, now: float) -> Text:
+    run, stamp = latest.run, latest.stamp
     title = Text(sanitise(run.name if run is not None and run.name else name), style="bold")
-    silent = 0.0 if stamp is None or not stamp.time_ms else max(now - stamp.time_ms / 1000, 0.0)
+    silent = 0.0 if stamp is None or not stamp.time_ms else now - stamp.time_ms / 1000
     if latest.end is not None:
         title.append("  ended", style="red" if latest.end.exit_code else "green")
     elif stamp is None:
         title.append("  waiting for its first line", style="cyan")
     elif silent > _QUIET_S:
-        title.append(f"  silent for {duration(silent)}", style="yellow")
+        title.append(f"  silent for {silent / 60:.0f} min", style="yellow")
     else:
         title.append("  running", style="green")
     if run is not None and run.precision:
         title.append(f"  {sanitise(run.precision)}")
     if stamp is not None and stamp.world_size > 1:
         title.append(f"  rank {stamp.rank} of {stamp.world_size}")
-    if last is None:
-        return [title]
-    return [title, Text("  ".join(_facts(latest, last)))]
-
-
-def _facts(latest: Latest, last: StepLine) -> list[str]:
-    rates, memory, lost = latest.rates, latest.memory_bytes, latest.lost
-    facts = [
-        f"step {last.step}",
-        _rate(rates.steps, "steps/s"),
-        _rate(rates.tokens, "tokens/s") or _rate(rates.samples, "samples/s"),
-        "" if rates.data_share is None else f"{rates.data_share:.0%} of it waiting for data",
-        "" if memory is None else f"{_amount(float(memory))}B of memory at most",
-        f"{latest.skipped} skipped since step {latest.first_step}" if latest.skipped else "",
-        f"{lost.steps + lost.details} lines lost" if lost is not None and lost.steps + lost.details else "",
-    ]
-    return [fact for fact in facts if fact]
+    return title
 
 
 def _curves(latest: Latest, width: int) -> list[Text]:
-    steps: Sequence[StepLine] = tuple(latest.steps)
-    rows = [
-        ("loss", [step.loss for step in steps], False),
-        ("gradient norm", [step.gradient_norm for step in steps], True),
-        ("loss scale", [step.loss_scale for step in steps], True),
-        ("learning rate", [next(iter(step.learning_rates), None) for step in steps], False),
-    ]
+    rows = (
+        ("loss", [step.loss for step in latest.steps], False),
+        ("gradient norm", [step.gradient_norm for step in latest.steps], True),
+        ("loss scale", [step.loss_scale for step in latest.steps], True),
+        ("learning rate", [next(iter(step.learning_rates), None) for step in latest.steps], False),
+    )
     found = []
     for label, values, logarithmic in rows:
-        if all(value is None for value in values):
-            continue
-        latest_value = next(value for value in reversed(values) if value is not None)
-        line = Text(f"{label:<{_LABEL}}{number(latest_value):<{_VALUE}}")
-        line.append(
-            sparkline(values, width - _LABEL - _VALUE, logarithmic=logarithmic),
-            style="red" if not math.isfinite(latest_value) else "blue",
-        )
-        found.append(line)
+        value = next((value for value in reversed(values) if value is not None), None)
+        if value is not None:
+            curve = sparkline(values, width - _LABEL - _VALUE, logarithmic=logarithmic)
+            line = Text(f"{label:<{_LABEL}}{binary(value) if label == 'loss scale' else number(value):<{_VALUE}}")
+            found.append(line.append(curve, style="blue" if math.isfinite(value) else "red"))
     return found
 
 
-def _layers(latest: Latest, room: int) -> list[Text]:
-    """Returns the worst tensors of the last look by each measure."""
-    count = min((room - 1) // len(_MEASURES), 5)
-    if latest.detail_step is None or count < 1:
-        return []
+def _layers(latest: Latest) -> list[Text]:
+    """Returns the worst tensors of the last look by each measure, below a title."""
     lines = [
         Text(
             f"{title:<{_LABEL}}{f'2^{value:.1f}' if measure == 'log2_headroom' else f'{value:.2%}':>9} "
             f"{sanitise(name)} {_SHORT_ROLES.get(role, role)}"
         )
         for measure, title in _MEASURES
-        for name, role, value in latest.worst(measure, count)
+        for name, role, value in latest.worst(measure, _WORST)
     ]
     return [Text(f"worst tensors at step {latest.detail_step}", style="bold"), *lines] if lines else []
-
-
-def _events(events: Sequence[Event], room: int, width: int) -> list[Text]:
-    shown: list[Text] = []
-    for event in reversed(events):
-        left = room - 1 - len(shown)
-        lines = textwrap.wrap(event_line(event), max(width, 20), subsequent_indent="  ")
-        if left < 1 or (shown and len(lines) > left):
-            break
-        shown = [_styled(line, event) for line in lines[:left]] + shown
-    return [Text("what has happened", style="bold"), *shown] if shown else []
-
-
-def _styled(line: str, event: Event) -> Text:
-    return Text(line, style=_STYLES[event.level])
-
-
-def _rate(rate: float | None, unit: str) -> str:
-    return "" if rate is None or rate <= 0.0 else f"{_amount(rate)} {unit}"
-
-
-def _amount(value: float) -> str:
-    size, letter = next((unit for unit in _UNITS if value >= unit[0]), (1.0, ""))
-    return f"{value / size:.3g}{letter}"
-
-
-FRAME_S = 0.25  # seconds between two reads: nobody reads faster, and the log is only a twentieth of a second late
-_EVERY = 100  # steps between two plain lines
-_SLOW_S = 60.0  # seconds after which a step is printed anyway: some steps take minutes
 
 
 def follow(
@@ -204,14 +147,13 @@ def follow(
     output: OutputOptions,
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
-    every: int = _EVERY,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
     """Shows a log, a folder with one, or the place where one will be, until its last line is there.
 
-    It is shown on stderr where the report of `output` needs stdout. `every` is the number of steps between plain lines;
-    `pause` waits that many seconds. Raises CheckpointError where the file is not a log, OutputError where the output
-    cannot be written, and StdoutClosedError where the reader of stdout has gone.
+    It is shown on stderr where the report of `output` needs stdout. `pause` waits that many seconds. Raises
+    CheckpointError where the file is not a log, OutputError where the output cannot be written, and StdoutClosedError
+    where the reader of stdout has gone.
     """
     for_people = output.format == "human" and output.output is None
     stream = report_stream() if for_people else sys.stderr
@@ -224,7 +166,7 @@ def follow(
             raise OutputError(f"the terminal cannot be written: {error.strerror or error}") from None
     else:
         write = write_stdout if for_people else lambda line: note(line.removesuffix("\n"))
-        _print(write, 0 if output.quiet else every, follower, latest, log=log, pause=pause)
+        _print(write, 0 if output.quiet else _EVERY, follower, latest, log=log, pause=pause)
 
 
 def _print(
@@ -285,9 +227,8 @@ def _draw(
             columns, rows = os.get_terminal_size(stream.fileno())
         except OSError:
             columns, rows = 0, 0
-        width, height = columns or 80, rows or 24
-        console.size = ConsoleDimensions(width, height)
-        return view(latest, name=name, width=width, height=height - lines_left)
+        console.size = ConsoleDimensions(columns or 80, rows or 24)
+        return view(latest, name=name, width=console.width, height=console.height - lines_left)
 
     try:
         with Live(

@@ -53,9 +53,9 @@ def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
     if not state.answering or loading:  # nothing has been written yet
         state.deaf = True
         try:
-            if sys.stderr is not None:
-                sys.stderr.write(f"{INTERRUPTED}\n")
-                sys.stderr.flush()
+            if sys.__stderr__ is not None:  # user code's own may drop what is written
+                sys.__stderr__.write(f"{INTERRUPTED}\n")
+                sys.__stderr__.flush()
         finally:
             _leave(EXIT_INTERRUPTED)
     signal.default_int_handler(signum, frame)

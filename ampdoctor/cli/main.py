@@ -27,11 +27,10 @@ from typer.core import TyperCommand
 
 from ampdoctor.cli import interrupt, process, run_command
 from ampdoctor.cli.configured_command import ConfiguredCommand, ReplayCommand
-from ampdoctor.cli.info_commands import env, merge, rule, versions
+from ampdoctor.cli.file_commands import env, merge, rule, scan, versions
 from ampdoctor.cli.plan_command import plan
 from ampdoctor.cli.replay_commands import bisect_nan, profile, recommend
 from ampdoctor.cli.run_command import Action, Outcome
-from ampdoctor.cli.scan_command import scan
 from ampdoctor.cli.suggest import doors, full_path, is_usage_error, said_by
 from ampdoctor.cli.training_commands import health, run
 from ampdoctor.errors import (

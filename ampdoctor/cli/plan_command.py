@@ -22,8 +22,8 @@ from ampdoctor.workflows.requests import Precision, Progress, SetAside
 
 # -- devices and numbers as people type them: `512`, `64x8`; `7e9`, `7B`, `350M` --
 
-_DEVICES = re.compile(r"(?P<first>\d{1,9})(x(?P<each>\d{1,9}))?")
-_NUMBER = re.compile(r"(?P<number>\d{1,15}(\.\d{1,6})?(e\d{1,2})?)(?P<unit>[kmbt]?)", re.IGNORECASE)
+_DEVICES = re.compile(r"(?P<first>\d{1,9})(x(?P<each>\d{1,9}))?", re.ASCII)
+_NUMBER = re.compile(r"(?P<number>\d{1,15}(\.\d{1,6})?(e\d{1,2})?)(?P<unit>[kmbt]?)", re.ASCII | re.IGNORECASE)
 _POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 
 
@@ -59,7 +59,7 @@ def bytes_each_of(option: str, text: str) -> tuple[float, float, float]:
 
 # -- sizes as people type them: `512MB`, `4GB`, `1.5GiB`, `2g` --
 
-_SIZE = re.compile(r"(?P<number>\d{1,12}(\.\d{1,6})?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>\d{1,12}(\.\d{1,6})?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.ASCII | re.IGNORECASE)
 _BYTE_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 

@@ -1,4 +1,4 @@
-"""Process-wide setup: stdout for the report only, exit codes safe from the examined code, memory, import of torch."""
+"""Process-wide setup: stdout for the report only, safe exit codes, memory, the import of torch, progress."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import io
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from ampdoctor.cli import interrupt
 from ampdoctor.errors import EXIT_ERROR, OutputError, UsageError
-from ampdoctor.reports.escape import sanitise_lines
+from ampdoctor.reports.escape import sanitise, sanitise_lines
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from ampdoctor.workflows.requests import Progress
 
 # -- streams: only the report goes to stdout, everything else to stderr; no stream error crashes the tool --
 
@@ -187,6 +193,7 @@ def _replace_exit() -> None:
         if os.getpid() != _Claim.process:  # a forked worker keeps its own code
             leave(status)
         if _Claim.code is None:
+            sys.stderr = sys.__stderr__  # that of user code may drop what is written
             note(f"ampdoctor: error: the code under examination ended the process with os._exit({status!r})")
         leave(EXIT_ERROR if _Claim.code is None else _Claim.code)
 
@@ -218,3 +225,82 @@ def read_text(file: str, *, limit: int, what: str, lenient: bool = False) -> str
         return data.decode("utf-8-sig", "replace" if lenient else "strict")
     except UnicodeDecodeError:
         raise UsageError(f"cannot read {what} {file}: it is not UTF-8 text") from None
+
+
+# -- progress on stderr, drawn by Rich: only on a terminal, only for long work, and cleared afterwards --
+#
+# It refreshes at the calls alone: Rich's thread would draw beside user code, which may fork or hold the interpreter.
+
+_DELAY = 1.0  # seconds: shorter work needs no progress
+_INTERVAL = 0.1  # seconds between two updates
+
+
+class ProgressLine:
+    """One line that is rewritten in place; a `Progress`."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._start = clock()
+        self._last = -_INTERVAL
+        self._phase: tuple[str, int | None] = ("", None)  # work of one kind, with a speed of its own
+        self._bar: Bar | None = None
+
+    def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
+        """Show the progress of `what`, at most ten times a second."""
+        now = self._clock() - self._start
+        if now < _DELAY or now - self._last < _INTERVAL:
+            return
+        self._last = now
+        phase = ("" if unit else what, total)
+        with suppress(OSError):  # a lost terminal must not end the work
+            if self._bar is None or phase != self._phase or done < self._bar.tasks[0].completed:
+                self.clear()
+                self._phase, self._bar = phase, self._begun(total, unit)
+            self._bar.update(self._bar.task_ids[0], completed=done, description=sanitise(what), refresh=True)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(OSError):
+                bar.stop()
+
+    def _begun(self, total: int | None, unit: str) -> Bar:
+        from rich import progress
+        from rich.console import Console
+        from rich.table import Column
+
+        columns: list[progress.ProgressColumn] = [progress.TimeElapsedColumn()]
+        if total:
+            whole = Column(no_wrap=True)
+            sizes = (progress.DownloadColumn(table_column=whole), progress.TransferSpeedColumn(table_column=whole))
+            counted = sizes if unit == "B" else (progress.MofNCompleteColumn(),)
+            columns = [progress.BarColumn(20), *counted, progress.TimeRemainingColumn()]
+        bar = progress.Progress(
+            *columns,
+            progress.TextColumn("{task.description}", markup=False),
+            console=Console(file=self._stream, force_terminal=True),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            get_time=self._clock,
+        )
+        bar.add_task("", total=total)
+        bar.start()
+        return bar
+
+
+@contextmanager
+def progress_line(*, wanted: bool) -> Iterator[Progress | None]:
+    """Yield a progress line where one is wanted and stderr is a terminal that can rewrite a line, else None."""
+    stream = sys.stderr
+    if not wanted or stream is None or not stream.isatty() or os.environ.get("TERM") == "dumb":
+        yield None
+        return
+    line = ProgressLine(stream)
+    try:
+        yield line
+    finally:
+        line.clear()

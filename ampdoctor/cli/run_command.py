@@ -30,8 +30,7 @@ from ampdoctor.cli.output import (
     refuse_unread,
     write_file,
 )
-from ampdoctor.cli.process import STDOUT, StdoutClosedError, note, read_text, report_on_stderr
-from ampdoctor.cli.progress import progress_line
+from ampdoctor.cli.process import STDOUT, StdoutClosedError, note, progress_line, read_text, report_on_stderr
 from ampdoctor.errors import (
     EXIT_ERROR,
     EXIT_FINDINGS,
@@ -54,12 +53,12 @@ from ampdoctor.live.log.facts import exit_code_ends_others
 from ampdoctor.live.script import Script, run_script
 from ampdoctor.reports.escape import sentence
 from ampdoctor.reports.text import count
-from ampdoctor.workflows.output_files import refuse_of_log
-from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest, is_run_log
+from ampdoctor.workflows.output_files import is_run_log, refuse_of_log
+from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report_target import Run
-    from ampdoctor.workflows.watch_script import ScriptWatch
+    from ampdoctor.workflows.watch import ScriptWatch
     from ampdoctor.workflows.watcher import TrainingWatcher
 
 Places: TypeAlias = tuple[Destination, ...]
@@ -86,7 +85,7 @@ def judge(
     2. Findings at or above `fail_on`: 1, or 0 with `exit_zero`.
     3. Verdict `not_reproduced` or `inconclusive`: 2. The question has no answer yet, and a script would read 0 as
        "healthy". `exit_zero` does not change this: it applies to findings.
-    4. Otherwise 0.
+    4. Otherwise 0; with a sentence where nothing was judged, as 0 would be read as "healthy" there, too.
     """
     if not report.complete and not allow_partial:
         parts = count(len(report.errors), "part")
@@ -109,6 +108,8 @@ def _answer(report: Report, *, fail_on: FailOn, exit_zero: bool) -> Outcome:
         return Outcome(EXIT_ERROR, f"not reproduced: the failure did not come back; {further}")
     if report.verdict == "inconclusive":
         return Outcome(EXIT_ERROR, "inconclusive: what was examined does not settle whether the run is healthy")
+    if report.verdict == "not_judged" and report.command in ("scan", "health") and report.structure is None:
+        return Outcome(EXIT_OK, "not judged: nothing that was read shows whether it is healthy")
     return Outcome(EXIT_OK)
 
 
@@ -319,7 +320,7 @@ class _Watched:
 
     def work(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
         """Run the script under the watch; raises ForkedChildError at the end of a child that the script forked."""
-        from ampdoctor.workflows.watch_script import watching
+        from ampdoctor.workflows.watch import watching
 
         if not (self.quiet or rank_of()):
             follow = f"live view: ampdoctor health {self.folder} --follow"

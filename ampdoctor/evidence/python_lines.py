@@ -36,11 +36,18 @@ def exact(number: float) -> str:
 
 
 def fitting(before: str, value: Any, after: str) -> tuple[str, ...]:
-    """Returns a literal between two texts, on one line if it fits; a long list gets a line for each item."""
+    """Returns a literal between two texts, on one line if it fits; the items of a long list fill lines of their own."""
     line = f"{before}{literal(value)}{after}"
     if len(line) <= _WIDTH or isinstance(value, str) or not isinstance(value, Sequence):
         return (line,)
-    return (f"{before}[", *(f"    {literal(item)}," for item in value), f"]{after}")
+    lines: list[str] = []
+    for item in value:
+        said = f"{literal(item)},"
+        if lines and len(lines[-1]) + 1 + len(said) <= _WIDTH:
+            lines[-1] += f" {said}"
+        else:
+            lines.append(f"    {said}")
+    return (f"{before}[", *lines, f"]{after}")
 
 
 def keywords(arguments: Mapping[str, Any]) -> list[str]:

@@ -31,8 +31,7 @@ from ampdoctor.evidence.report import (
     Suppressed,
     fingerprint_at,
 )
-from ampdoctor.gates.files import checkpoint_file, examined
-from ampdoctor.gates.findings import suppressed_worst_first, worst_first
+from ampdoctor.gates.findings import checkpoint_file, examined, suppressed_worst_first, worst_first
 from ampdoctor.package import version
 
 FORMAT = "ampdoctor-baseline"

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, Rule, rules
 from ampdoctor.evidence.location import Source, Where
+from ampdoctor.evidence.paths import checkpoint_path, file_within, scanned_path
 from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Suppressed, Verdict, verdict_of
-from ampdoctor.gates.files import examined, files_of
 
 SeverityOrIgnore = Literal["error", "warning", "note", "ignore"]
 
@@ -89,7 +89,7 @@ class Ignore:
     reason: str  # why they are accepted; a sentence for later readers
     tensor: str | None = None
     module: str | None = None
-    file: str | None = None  # the checkpoint's or the user's source file; a path as in `gates.files`
+    file: str | None = None  # the checkpoint's or the user's source file; a path as below
     expires: date | None = None  # the last day on which it holds
     written: Source | None = None  # where the entry is written
 
@@ -185,3 +185,32 @@ def _finding(rule: Rule, ignore: Ignore, message: str, more: dict[str, Any], cur
         evidence={"rule": ignore.rule, "file": ignore.file, "reason": ignore.reason, **more},
         advice=cure,
     )
+
+
+# -- the files of findings and reports, under the names that ignores and baselines use --
+#
+# A path is relative to the working directory if it lies below it, else absolute. It does not matter through which path
+# the file was scanned.
+
+
+def checkpoint_file(where: Where, target: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint's file with the address, else the checkpoint; None if there is none."""
+    return scanned_path(target) if where.file is None else file_within(checkpoint_path(target), where.file)
+
+
+def files_of(where: Where, target: Mapping[str, Any]) -> list[str]:
+    """Return the files of an address: the checkpoint's file, and those with the lines of the user's code."""
+    lines = (line.file for line in (where.source, where.forward_source) if line is not None)
+    return [name for name in (checkpoint_file(where, target), *lines) if name is not None]
+
+
+def examined(report: Report) -> list[str]:
+    """Return the files and folders of the report's target."""
+    target = report.target
+    named = [entry for key in ("files", "members") for entry in target.get(key) or () if isinstance(entry, dict)]
+    inside = [entry.get("path") or entry.get("name") for entry in named]
+    names = [checkpoint_path(target), *(target.get("paths") or ())]
+    names += [file_within(checkpoint_path(target), name) for name in inside if isinstance(name, str)]
+    factory = target.get("factory")
+    names += [factory, factory.rpartition(":")[0]] if isinstance(factory, str) else []
+    return [name for name in names if isinstance(name, str)]

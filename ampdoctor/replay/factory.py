@@ -8,14 +8,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.adapters import Adapter, adapter_of
 from ampdoctor.replay.training_run import TrainingRun, kind_of
-from ampdoctor.replay.user_code import forget_working_folder, user_code
+from ampdoctor.replay.user_code import forget_working_folder, shown_once, user_code
 from ampdoctor.replay.user_files import forbid_training_and_writes
 from ampdoctor.replay.user_modules import Spec, load_object, makes_run
 
@@ -36,6 +36,7 @@ class LoadedFactory:
     path: tuple[str, ...] = ()  # folders that are first on `sys.path` while user code runs
     app_dir: str | None = None
     environment: Environment = contextlib.nullcontext
+    shown: set[object] = field(default_factory=set)  # parts of the run whose output was shown
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
@@ -56,7 +57,8 @@ class LoadedFactory:
         check_arguments(self.function, arguments, self.name)
         what = f"the factory {self.name!r}"
         meant = self.argv0 is None or makes_run(self.function)  # a callable, or a function written for this
-        with self.user_code(what), forbid_training_and_writes(what, (Path.cwd(), *self.path), may_step=meant):
+        forbidden = forbid_training_and_writes(what, (Path.cwd(), *self.path), may_step=meant)
+        with self.user_code(what), forbidden, shown_once(self.shown, "factory"):
             made = self.function(**arguments)
         with self.environment():
             return self._as_run(made, batches, loss)
@@ -105,14 +107,16 @@ def load_factory(
     *,
     environment: Environment | None = None,
     script_arguments: Sequence[str] = (),
+    shown: set[object] | None = None,
 ) -> LoadedFactory:
     """Import a factory without calling it."""
     around = environment or contextlib.nullcontext
+    shown = set() if shown is None else shown
     forget_working_folder()
     if not isinstance(factory, str):
         name = getattr(factory, "__qualname__", None) or type(factory).__qualname__
         _check_callable(factory, name)
-        return LoadedFactory(name=name, function=factory, app_dir=app_dir, environment=around)
+        return LoadedFactory(name=name, function=factory, app_dir=app_dir, environment=around, shown=shown)
     spec = Spec.parse(factory)
     path = spec.search_path(app_dir)
     with around():
@@ -127,6 +131,7 @@ def load_factory(
         path=path,
         app_dir=app_dir,
         environment=around,
+        shown=shown,
     )
 
 

@@ -44,7 +44,7 @@ from ampdoctor.replay.python_state import DrawHooks, Reached
 from ampdoctor.replay.reachable_state import roots_of
 from ampdoctor.replay.snapshot import OtherScalers, Snapshot, tensors_of, weights_of
 from ampdoctor.replay.tensor_store import TensorStore
-from ampdoctor.replay.user_code import prints_to_nobody, user_code
+from ampdoctor.replay.user_code import prints_to_nobody, shown_once, user_code
 
 if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Probe
@@ -60,7 +60,8 @@ Change = Callable[["Session"], AbstractContextManager[None]]
 class Session:
     """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
 
-    `user_code` surrounds each call of the user's code; `spill` is a folder for the values of snapshots.
+    `user_code` surrounds each call of the user's code; `spill` is a folder for the values of snapshots; `shown` holds
+    the steps whose output was shown.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Session:
         precision: str | None = None,
         user_code: Callable[[str], AbstractContextManager[None]] = lambda what: user_code(what=what),
         spill: Path | None = None,
+        shown: set[object] | None = None,
     ) -> None:
         self.run = run
         self._spill = spill
@@ -113,7 +115,7 @@ class Session:
         self.told: Callable[[], None] | None = None
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
-        self._printed: set[int] = set()
+        self._shown = set[object]() if shown is None else shown
         self._drawn: list[Any] = []
 
     def _build(self, precision: str | None) -> None:
@@ -247,7 +249,7 @@ class Session:
     def has_step(self, step: int) -> bool:
         """Are there batches for optimizer step `step`? Missing batches are drawn from the loader."""
         needed = (step + 1) * self.batches_per_step
-        with self._user_code("drawing a batch"):
+        with self._user_code("drawing a batch"), shown_once(self._shown, ("batch", step)):
             return self.tape.draw(needed) >= needed
 
     def keep_steps(self, needed: Callable[[int], bool]) -> None:
@@ -316,10 +318,8 @@ class Session:
         loss: Any = None
         running = False
         try:
-            quiet = self.precision is not self._own_precision or index in self._printed  # a step's output is shown once
-            if not quiet:
-                self._printed.add(index)
-            with self._surroundings(f"step {index}", quiet=quiet):
+            output = shown_once(self._shown, index) if self.precision is self._own_precision else prints_to_nobody()
+            with self._surroundings(f"step {index}", output):
                 self._drawn.clear()
                 self._batches = self.batches_of(index)  # before the probes: the copying is not part of the user's step
                 with ExitStack() as stack:
@@ -340,13 +340,12 @@ class Session:
         return loss
 
     @contextmanager
-    def _surroundings(self, what: str, *, quiet: bool) -> Iterator[None]:
-        """Surround a step's user code: compiled parts run eagerly, precision is the session's; `quiet` drops output."""
+    def _surroundings(self, what: str, output: AbstractContextManager[None]) -> Iterator[None]:
+        """Surround a step's user code: compiled parts run eagerly, precision is the session's; `output` may drop it."""
         with ExitStack() as stack:
             where = f", replayed in {self.precision.compute}," if self._overridden else ""
             stack.enter_context(self._user_code(f"{what}{where}"))
-            if quiet:
-                stack.enter_context(prints_to_nobody())
+            stack.enter_context(output)
             stack.enter_context(self.precision.environment(self.device.type))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
@@ -367,7 +366,7 @@ class Session:
         self.precision, self._overridden = replace(self.precision, compute=own), False
         try:
             for what, step in steps:
-                with self._surroundings(what, quiet=True):
+                with self._surroundings(what, prints_to_nobody()):
                     step(self.model, self.scaler)
         finally:
             self.precision, self._overridden = kept

@@ -76,8 +76,13 @@ def load_target(
     script_arguments: Sequence[str] = (),
     notes: list[str] | None = None,
     model: str | None = None,
+    shown: set[object] | None = None,
 ) -> Target:
-    """Returns the maker of the runs; a factory is imported, a script is not run yet."""
+    """Returns the maker of the runs; a factory is imported, a script is not run yet.
+
+    `shown` holds the parts of the run whose output was shown, which is done once.
+    """
+    shown = set() if shown is None else shown
     if isinstance(target, str) and bundle_at(target) is not None:
         around = environment or contextlib.nullcontext
         return BundleTarget(target, model=model, app_dir=app_dir, environment=around)
@@ -85,7 +90,7 @@ def load_target(
         raise UsageError(f"--model {model} makes the model of a bundle, and {target} is none")
     script = _script_named(target, app_dir) if isinstance(target, str) else None
     if script is None or not isinstance(target, str) or sure_factories_in(script[0]):
-        return load_factory(target, app_dir, environment=environment, script_arguments=script_arguments)
+        return load_factory(target, app_dir, environment=environment, script_arguments=script_arguments, shown=shown)
     forget_working_folder()
     file, package = script
     folders = [str(file.parent if package is None else folder_of(app_dir))]  # as `python FILE`, `python -m MODULE`
@@ -101,6 +106,7 @@ def load_target(
             path=path,
             environment=environment or contextlib.nullcontext,
             files=Files(target, (Path.cwd(), *path), [] if notes is None else notes),
+            shown=shown,
         )
     )
 

@@ -7,15 +7,16 @@ import os
 import re
 import sys
 import traceback
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from ampdoctor.errors import AmpdoctorError, CheckpointError, FactoryError, ForkedChildError, ReplayError, UserCodeError
 from ampdoctor.hooks.interfaces import StepHalted, describe, is_out_of_memory
 from ampdoctor.package import FOLDER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 # -- reasons and remedies for torch's refusals of half-precision tensors --
@@ -181,27 +182,62 @@ def prints_to_stderr() -> Iterator[None]:
             stack.callback(os.close, saved)
             stack.callback(os.dup2, saved, 1)
             os.dup2(2, 1)
+        if sys.stderr is not None and sys.stderr is not _output:
+            _output.stream = sys.stderr
+            stack.enter_context(contextlib.redirect_stderr(cast("TextIO", _output)))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield
 
 
+class _UserOutput:
+    """stdout and stderr of user code. A handler or bar that is made in one replay writes to it in the next as well."""
+
+    stream: Any = None
+    dropped: deque[str] | None = None  # the last of what is not shown, while nothing is
+
+    def write(self, text: str) -> int:
+        if self.dropped is None:
+            self.stream.write(text)
+        else:
+            self.dropped.append(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+_output = _UserOutput()
+
+
 @contextlib.contextmanager
-def prints_to_nobody() -> Iterator[None]:
-    """Drop what the body writes to `sys.stdout`: a replayed step prints its output again."""
-    with contextlib.redirect_stdout(_Nobody.stream()):
+def prints_to_nobody(*, unless_it_raises: bool = False) -> Iterator[None]:
+    """Drop what the body writes to stdout and stderr; show it after all if an error leaves the body, where asked."""
+    before, dropped = _output.dropped, deque[str](maxlen=_MOST_DROPPED)
+    _output.dropped = dropped
+    try:
         yield
+    except Exception:
+        if unless_it_raises:
+            _output.dropped = before
+            _output.writelines(dropped)
+        raise
+    finally:
+        _output.dropped = before
 
 
-class _Nobody:
-    """The null stream. It stays open, because objects made in the body may keep it."""
+_MOST_DROPPED = 1000  # pieces of text that are kept of what is not shown
 
-    _open: TextIO | None = None
 
-    @classmethod
-    def stream(cls) -> TextIO:
-        if cls._open is None or cls._open.closed:
-            cls._open = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 as said
-        return cls._open
+def shown_once(shown: set[object], part: object) -> contextlib.AbstractContextManager[None]:
+    """Show what the body prints, unless `part` of the run is in `shown` already, which then holds it."""
+    if part in shown:
+        return prints_to_nobody()
+    shown.add(part)
+    return contextlib.nullcontext()
 
 
 def _flush_stdout() -> None:

@@ -24,7 +24,7 @@ from ampdoctor.reports.outline import outline
 
 WIDTH = 100  # columns that fit most terminals and logs
 _MARGIN = 7  # columns before what is said of a finding
-_MOST_LINES = 8  # of a finding; lines to paste for which there is no room are left to -v
+_MOST_LINES = 8  # of a finding where the lines to paste are few; those are always whole
 _TWO_LINES = 155  # least characters, with what proves a change behind them
 _CLAUSE = re.compile(r"(?<=[^.]\.) |; |: ")
 _LONGEST_LABEL = 28  # columns of a label beside its text; one that is longer stands in the text's line
@@ -98,23 +98,27 @@ class _Writer:
             for one in inner:
                 self._block(one, _MARGIN + 2 if isinstance(one, Fold) else 0, _MARGIN)
             return
-        room = max(_TWO_LINES, 2 * (self._console.width - _MARGIN) - 30)
-        shown = [_brief(one, room) for one in inner if not isinstance(one, Fold)]
-        closed = list(dict.fromkeys(one.title.text for one in inner if isinstance(one, Fold)))
         width = self._console.width
-        texts = [row for one in shown for row in ([("", one)] if isinstance(one, Text) else getattr(one, "rows", ()))]
-        taken = 1 + len(breaks(_shown(block.title).plain, width, 2)) + 1
-        taken += sum(1 + len(breaks(_shown(line).plain, max(width - _MARGIN, 1))) for _, line in texts[:-1])
-        taken += sum(len(one.lines) for one in shown if isinstance(one, Code))
-        if taken > _MOST_LINES and any(isinstance(one, Code) for one in shown):
-            shown = [one for one in shown if not isinstance(one, Code)]
-            closed.insert(0, "lines to paste")
+        shown: list[Block] = []
+        for room in (max(_TWO_LINES, 2 * (width - _MARGIN) - 30), width - 2 * _MARGIN):
+            shown = [_brief(one, room) for one in inner if not isinstance(one, Fold)]
+            if self._height(block.title, shown) <= _MOST_LINES:
+                break
+        closed = list(dict.fromkeys(one.title.text for one in inner if isinstance(one, Fold)))
         if closed and isinstance(last := shown[-1], Pairs):
             label, line = last.rows[-1]
             said = f"{line if isinstance(line, str) else line.text}    -v: {', '.join(closed)}"
             shown[-1] = Pairs((*last.rows[:-1], (label, Text(said, "muted"))))
         for one in shown:
             self._block(one, 0, _MARGIN)
+
+    def _height(self, title: Line, blocks: Sequence[Block]) -> int:
+        """Return the lines of a finding; its last row takes one."""
+        width = self._console.width
+        texts = [row for one in blocks for row in ([("", one)] if isinstance(one, Text) else getattr(one, "rows", ()))]
+        taken = 1 + len(breaks(_shown(title).plain, width, 2)) + 1
+        taken += sum(1 + len(breaks(_shown(line).plain, max(width - _MARGIN, 1))) for _, line in texts[:-1])
+        return taken + sum(len(one.lines) for one in blocks if isinstance(one, Code))
 
     def _closed(self, titles: list[str], indent: int) -> None:
         if titles:

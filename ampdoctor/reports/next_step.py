@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.replay.outcome import comparison_left_out
+from ampdoctor.evidence.python_lines import autocast_step
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_scaler import ScalerSection
@@ -19,6 +21,7 @@ from ampdoctor.reports.fix_code import code_of, setting_of
 
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))  # findings about the configuration, not the report's subject
 _NOT_FINITE_IN_FP32 = "AMP206"  # a profile with this finding has no ranges to derive settings from
+_HALF = {"fp16": "float16", "bf16": "bfloat16"}
 _Options: TypeAlias = Mapping[str, Sequence[str]]  # options of a command line with their values; a flag has none
 
 
@@ -51,18 +54,19 @@ def next_step(report: Report) -> Step:
 
 
 def bundle_command(report: Report) -> str:
-    """Return the command that replays the bundle of a watched training; "" where none was kept."""
+    """Return the command that replays the bundle of a watched training; "" where none was kept.
+
+    A bundle without weights also takes `--checkpoint`, and nobody but the user knows with which file.
+    """
     kept = report.run.get("kept") or {}
-    options: _Options = {
-        **({"--checkpoint": ["CHECKPOINT"]} if kept.get("from_checkpoint") else {}),
-        **({"--model": [kept["model"]]} if kept.get("model") else {}),
-    }
+    options: _Options = {"--model": [kept["model"]]} if kept.get("model") else {}
     return _command("bisect-nan", kept["bundle"], more=options) if kept.get("bundle") else ""
 
 
 def _incomplete(report: Report) -> Step:
     if again := bundle_command(report):
-        return Step("the step was not replayed during training; replay its bundle", again)
+        with_what = " and add --checkpoint with one from before it" if report.run["kept"].get("from_checkpoint") else ""
+        return Step(f"the step was not replayed during training; replay its bundle{with_what}", again)
     if any(error.kind == "interrupted" for error in report.errors):
         return Step("give the same command more time, or start it from a later checkpoint")
     what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
@@ -96,10 +100,28 @@ def _not_reproduced(report: Report) -> Step:
         return Step(f"leave out {cut}: what stays finite shows beside fp32", again)
     if report.target.get("checkpoint") is None:
         return Step("start from the last checkpoint before the failure: add --checkpoint")
-    steps = report.run.get("steps")
+    return Step("go further", _further(report, {"--expect-failure": []}))
+
+
+def _further(report: Report, more: _Options = MappingProxyType({})) -> str:
+    """Return the command that replays twice as many steps."""
+    steps, options = report.run.get("steps"), report.target.get("options") or {}
     option = "--max-steps" if "--until-sick" in options else "--steps"
     further = {option: [str(2 * steps)]} if isinstance(steps, int) and steps else {}
-    return Step("go further", _replay(report.command, report.target, {**further, "--expect-failure": []}))
+    return _replay(report.command, report.target, {**further, **more})
+
+
+def _all_finite(report: Report) -> Step:
+    """Return how to look at what comes after the replayed steps of a healthy run."""
+    if log := (report.run.get("kept") or {}).get("health"):
+        return Step("a watched run of this script went further; its log says how it went", _command("health", log))
+    factory, arguments = str(report.target.get("factory") or ""), report.target.get("arguments") or ()
+    if factory.endswith(".py"):
+        watched = _command("run", factory, after=arguments)
+        return Step("if a later step fails, watch the whole training", watched)
+    if any(one.what == "further batches" for one in report.skipped):
+        return Step("if a later step fails, replay more", _further(report))
+    return Step("nothing; if the run fails for you, start from its last checkpoint before that: add --checkpoint")
 
 
 def _set_aside(report: Report) -> Step | None:
@@ -132,9 +154,7 @@ def _judged(report: Report) -> Step:
     warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
     if report.command == "bisect-nan" and warned is not None:
         return _its_page(warned)
-    if report.command == "bisect-nan":
-        return Step("nothing; if the run fails for you, start from its last checkpoint before that: add --checkpoint")
-    return _recommended(report)
+    return _all_finite(report) if report.command == "bisect-nan" else _recommended(report)
 
 
 def _scanned(report: Report) -> Step:
@@ -172,12 +192,25 @@ def _resume(name: str, why: str) -> Step:
 
 
 def _earlier(report: Report) -> Step:
-    """Return where the checkpoints of before it lie, if that is known."""
+    """Return where other checkpoints of the training lie, if some do."""
     where = report.target.get("location") or report.target.get("path")
-    said = "resume from an earlier checkpoint"
-    if not isinstance(where, str) or "paths" in report.target:
-        return Step(said)
-    return Step(f"{said}; the last healthy one is found by", _command("scan", str(PurePath(where).parent)))
+    if not isinstance(where, str) or "paths" in report.target or not _has_others(Path(where)):
+        return Step("resume from an earlier checkpoint, and watch the training with ampdoctor run")
+    folder = PurePath(where).parent if PurePath(where).name else PurePath("..")
+    return Step("resume from an earlier checkpoint; see which are healthy", _command("scan", str(folder)))
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def _has_others(path: Path) -> bool:
+    """Whether a file or folder whose name differs in its numbers alone, as step-10 and step-20, lies beside it."""
+    try:
+        here = path.resolve()
+        names = {other.name for other in here.parent.iterdir()} - {here.name}
+    except OSError:
+        return False
+    return _DIGITS.sub("", here.name) in {_DIGITS.sub("", name) for name in names}
 
 
 def _over_time(report: Report) -> Step:
@@ -213,11 +246,16 @@ def _sick(report: Report) -> Step:
     return Step("paste the lines of the fix, which no replay has proved") if place else _its_page(finding)
 
 
+_PLACE = re.compile(r"[^\s:]+\.py:\d+(?=: )")
+"""The line that a change of the code begins with; it may come before the line that failed."""
+
+
 def _in_the_code(finding: Finding, report: Report) -> Step:
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _earlier(report)
     source, where = finding.where.source, finding.where
-    at = f" at {source.file}:{source.line}" if source is not None else ""
+    named = _PLACE.match(str(finding.prescription.value)) if finding.prescription is not None else None
+    at = f" at {named[0]}" if named else f" at {source.file}:{source.line}" if source is not None else ""
     change = f"change the code{at} as {finding.code} says"
     if source is not None and source.installed:
         change = f"change your own code as {finding.code} says (the line shown is an installed package's)"
@@ -256,10 +294,20 @@ def _planned(section: PlanSection) -> Step:
 
 
 def _recommended(report: Report) -> Step:
-    scaler = report.scaler or ScalerSection()
-    remedies = report.precision.remedies if report.precision is not None else ()
-    if not scaler.change and remedies:
-        return Step(remedies[0])
+    """Return the precision's change, else the scaler's, else the first remedy: one at a time."""
+    scaler, advice = report.scaler or ScalerSection(), report.precision
+    own = report.run.get("precision")
+    if (
+        advice is not None
+        and own in _HALF
+        and advice.precision != own
+        and advice.precision in _HALF
+        and not scaler.emit
+    ):
+        lines = autocast_step(setting_of(report).device, _HALF[advice.precision])
+        return Step(f"train in {advice.precision}{'' if own == 'bf16' else ', without a GradScaler'}", lines[0])
+    if not scaler.change and advice is not None and advice.remedies:
+        return _remedy(advice.remedies[0])
     if not scaler.change:
         gate = _recommend(report.target, {"--fail-on": ["warning"]})
         return Step("nothing; in CI this tells when that changes", gate)
@@ -267,6 +315,13 @@ def _recommended(report: Report) -> Step:
         return Step("put the settings shown into your configuration")
     settings = asdict(scaler.recommended) if scaler.recommended is not None else {}
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({text.settings(settings)})")
+
+
+def _remedy(said: str) -> Step:
+    """Return a remedy; with the line to write, where it is what to give to a loss."""
+    why, is_given, argument = said.partition(": give it ")
+    line = f"torch.nn.functional.cross_entropy({argument}, target)" if why.startswith("cross_entropy") else argument
+    return Step(f"{why}; give it wider inputs", line) if is_given else Step(said)
 
 
 def _path(report: Report) -> str:

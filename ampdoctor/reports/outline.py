@@ -47,7 +47,7 @@ def _sections(report: Report) -> Iterator[Block]:
     yield from sections.path(report.path)
     yield from sections.proof(report.proof)
     yield from sections.precision(report.precision)
-    yield from sections.scaling(report.scaler)
+    yield from sections.scaling(report.scaler, kept=report.precision is None or report.precision.precision == "fp16")
     yield from values.ranges(report.profile)
     yield from values.trend(report)
     yield from values.change(report.change)
@@ -366,6 +366,6 @@ def _kept(report: Report) -> Iterator[Block]:
     if kept.get("bundle"):
         name = str(kept.get("model", "")).rpartition(":")[2]
         maker = f", once {name}() returns its model" if name == "make_model" else ""
-        begins = " from a checkpoint of before it," if kept.get("from_checkpoint") else ""
+        begins = " from a checkpoint of before it (--checkpoint)," if kept.get("from_checkpoint") else ""
         title = f"{kept['bundle']}: the step, to be replayed{begins} on any machine{maker}"
         yield Code(title=title, lines=(bundle_command(report),), language="console")

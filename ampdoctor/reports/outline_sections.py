@@ -348,7 +348,7 @@ def precision(advice: PrecisionAdvice | None) -> Iterator[Block]:
     rows: list[tuple[str, Line]] = [("use", Text(f"{advice.precision} on {advice.target}: {advice.why}", "strong"))]
     if advice.alternative:
         rows.append(("or", f"{advice.alternative}, which is as good"))
-    rows += [("do", remedy) for remedy in advice.remedies]
+    rows += [("then", remedy) for remedy in advice.remedies]
     rows += [("note", note) for note in advice.notes]
     yield Pairs(tuple(rows))
     alike: dict[tuple[str, str, str, str], list[str]] = {}
@@ -368,15 +368,19 @@ def precision(advice: PrecisionAdvice | None) -> Iterator[Block]:
     yield from fold("module by module", *table(head, every, head))
 
 
-def scaling(scaler: ScalerSection | None) -> Iterator[Block]:
-    """Yield the current and recommended settings, the limits of each, and predicted and measured results."""
+def scaling(scaler: ScalerSection | None, *, kept: bool = True) -> Iterator[Block]:
+    """Yield the current and recommended settings, the limits of each, and predicted and measured results.
+
+    `kept` is False where another format than fp16 is recommended, so that the settings are no second change.
+    """
     if scaler is None:
         return
     drawn = scaler.trajectory is not None and (scaler.trajectory.current or scaler.trajectory.recommended)
     yield Heading(text="loss scaling", level=2, anchor="scaling", view="scaler" if drawn else "")
     rows: list[tuple[str, Line]] = [("now", words.settings(scaler.current, words.value))]
     if scaler.change and scaler.recommended is not None:
-        rows.append(("use", Text(words.settings(asdict(scaler.recommended)), "strong")))
+        said = words.settings(asdict(scaler.recommended))
+        rows.append(("use", Text(said, "strong")) if kept else ("if it stays in fp16", said))
     elif scaler.predicted:
         rows.append(("use", Text("no change needed: nothing tried is better by more than noise", "strong")))
     yield Pairs(tuple(rows))

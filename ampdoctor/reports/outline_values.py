@@ -17,6 +17,7 @@ KINDS: Mapping[str, str] = {"activation_grad": "dA", "weight_grad": "dW", "activ
 _GRADIENTS = ("activation_grad", "weight_grad")
 _SUMMARY_HEADINGS = ("format", "", "flushed", "subnormal", "overflow", "error")
 _LAYER_HEADINGS = ("layer", "", "fp16", "measured", "fits", "e5m2")
+_MEASURED = _LAYER_HEADINGS.index("measured")
 _FEW_LAYERS = 12
 _ROWS = ("fp16", "fp16_recommended", "fp16_unscaled", "bf16", "e4m3fn", "e5m2")
 
@@ -67,7 +68,7 @@ def _layers(profile: Mapping[str, Any]) -> Iterator[Block]:
         return -measured.get(_place(site), here), -here, site["name"], site["kind"]
 
     def rows(of: Iterable[Site]) -> list[list[str]]:
-        return [
+        made = [
             [
                 (site["name"] or "model") + (".input" if site["part"] == "input" else ""),
                 KINDS.get(site["kind"], site["kind"]),
@@ -78,15 +79,19 @@ def _layers(profile: Mapping[str, Any]) -> Iterator[Block]:
             ]
             for site in sorted(of, key=loss)
         ]
+        return made if measured else [row[:_MEASURED] + row[_MEASURED + 1 :] for row in made]
 
+    headings = _LAYER_HEADINGS if measured else _LAYER_HEADINGS[:_MEASURED] + _LAYER_HEADINGS[_MEASURED + 1 :]
     gradients = rows(site for site in sites if site["kind"] in _GRADIENTS)
     others = rows(site for site in sites if site["kind"] not in _GRADIENTS)
+    of_replay = "; measured: in replayed fp16 steps" if measured else ""
     yield Heading(text="layers, those that lose most first")
-    yield from table(_LAYER_HEADINGS, gradients[:_FEW_LAYERS], [""])
+    yield Text(f"flushed to zero in fp16 at the run's loss scale{of_replay}; fits: at the scale that fits", "muted")
+    yield from table(headings, gradients[:_FEW_LAYERS], [""])
     more = words.count(len(gradients) - _FEW_LAYERS, "more layer")
-    yield from fold(more, *table(_LAYER_HEADINGS, gradients[_FEW_LAYERS:], [""]))
+    yield from fold(more, *table(headings, gradients[_FEW_LAYERS:], [""]))
     title = "the same of activations (A) and weights (W), which no loss scale moves"
-    yield from fold(title, *table(_LAYER_HEADINGS, others, [""]))
+    yield from fold(title, *table(headings, others, [""]))
 
 
 def _flushed(site: Site, row: str) -> float | None:
@@ -112,8 +117,12 @@ def summary_rows(profile: Mapping[str, Any]) -> list[list[str]]:
         "fp16_recommended": f"{words.binary(profile.get('recommended_scale'))} (fits)",
         "fp16_unscaled": "1",
     }
+    own, fits = profile.get("loss_scale"), profile.get("recommended_scale")
+    again = {"fp16": own == fits, "fp16_unscaled": 1.0 in (own, fits)}  # these scales have a row already
     rows = []
     for name in sorted(summary, key=lambda n: (_ROWS.index(n) if n in _ROWS else len(_ROWS), n)):
+        if again.get(name):
+            continue
         title = f"fp16 at {scales[name]}" if name in scales else name.replace("_", " ")
         for index, (kind, figures) in enumerate(summary[name].items()):
             shares = [words.percent(figures.get(key)) for key in ("flushed", "subnormal", "overflowed")]

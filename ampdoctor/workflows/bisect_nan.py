@@ -52,6 +52,7 @@ from ampdoctor.workflows.close_look import SnapshotRing, StepTracer
 from ampdoctor.workflows.compare_fp32 import CompareDuringReplay, DoesNotComeBackError, compare_with_fp32, is_calm
 from ampdoctor.workflows.judge import Judge, led_on, told_once, unproved_while_misused
 from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_after
+from ampdoctor.workflows.output_files import last_log_of
 from ampdoctor.workflows.repairs import after_refusal
 from ampdoctor.workflows.report_notes import (
     LAST_COMPARED,
@@ -125,6 +126,9 @@ def bisect_nan(
             if way is not None:
                 way.compared.clear()
     report = replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
+    watched = last_log_of(replay.factory.name) if report.verdict == "healthy" else None
+    if watched is not None:  # it knows more steps
+        report = replace(report, run={**report.run, "kept": {"health": watched}})
     return _as_in_its_loop(renumber_steps(report, replay.first_step or 0), replay.finite_again)
 
 

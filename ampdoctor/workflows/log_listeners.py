@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -112,7 +113,9 @@ class Tally:
         share = (OWN_TIME.seconds - seconds) / (perf_counter() - began - (OWN_TIME.apart - apart))
         self._share = f"{100 * share:.1f} %" if share >= 0.0005 else "less than 0.1 %"
 
-    def said(self, lines: StepLines, report: Report | None, alerting: Alerting | None, *, lost: int) -> str | None:
+    def said(
+        self, lines: StepLines, report: Report | None, alerting: Alerting | None, *, lost: int, log: str
+    ) -> str | None:
         """Returns the line; None where there was no step. With fewer steps than a rule needs, nothing is healthy."""
         steps, taken = lines.attempted, lines.taken
         if not steps:
@@ -124,7 +127,8 @@ class Tally:
         judged = not self.incomplete and taken - lost >= LEAST
         state = f"{count} finding{'s' * (count != 1)}" if count else "healthy" if judged else "no finding"
         cost = f"the watch took {self._share} of the time"
-        return f"{steps} step{'s' * (steps != 1)} watched, {state}, {steps - taken} skipped ({cost})"
+        more = f"; what to do: ampdoctor health {shlex.quote(log)}" if count else ""
+        return f"{steps} step{'s' * (steps != 1)} watched, {state}, {steps - taken} skipped ({cost}){more}"
 
 
 def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]:

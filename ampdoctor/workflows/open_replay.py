@@ -146,7 +146,12 @@ class OpenReplay:
         if isinstance(self.factory, Script) and self.device.type == "cuda":
             _require_on_gpu(self.factory.name, run)
         session = Session(
-            run, device=self.device, precision=request.precision, user_code=self._user_code, spill=self._spill_folder()
+            run,
+            device=self.device,
+            precision=request.precision,
+            user_code=self._user_code,
+            spill=self._spill_folder(),
+            shown=request.shown,
         )
         try:
             self._load(run, session)
@@ -298,6 +303,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
             script_arguments=request.script_arguments,
             notes=notes,
             model=request.model,
+            shown=request.shown,
         )
         replay = OpenReplay(request, device, factory, policy, notes=notes, half_made=half_made, detour=detour)
         try:

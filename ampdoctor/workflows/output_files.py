@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import math
 import os
 import re
 import secrets
@@ -11,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ampdoctor.errors import OutputError, UsageError
-from ampdoctor.evidence.paths import is_of_log
+from ampdoctor.evidence.paths import is_of_log, logs_in, rank_and_number
 from ampdoctor.live.log.facts import grouped
 from ampdoctor.live.log.facts import launched as launched_as
 
@@ -104,8 +106,7 @@ FOLDERS = "ampdoctor-health"
 
 def usual_folder(script: str, *, is_module: bool) -> str:
     """Returns `ampdoctor-health/<time>-<name>`, one for each run; processes of one launcher share it."""
-    last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
-    name = re.sub(r"[^\w.-]+", "_", last) or "script"
+    name = _named_after(script.rpartition(".")[2] if is_module else Path(script).absolute().stem)
     several = os.environ.get("WORLD_SIZE", "1") != "1" or launched_as().world > 1 or _is_spawned()
     launched = _launched() if several else None
     when = time.time() if launched is None else launched
@@ -115,6 +116,34 @@ def usual_folder(script: str, *, is_module: bool) -> str:
     while launched is None and not _made(free):
         free, count = folder.with_name(f"{folder.name}-{count}"), count + 1
     return str(free)
+
+
+def _named_after(script: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", script) or "script"
+
+
+def is_run_log(target: str) -> bool:
+    """Whether a target is the folder of a run's log or one of its files; a bundle's folder does not count."""
+    path = Path(target)
+    try:
+        if path.is_dir():
+            return bool(logs_in(os.listdir(path))) and not (path / "manifest.json").is_file()  # noqa: PTH208
+        return rank_and_number(path.name) is not None and path.is_file()
+    except OSError:
+        return False
+
+
+def last_log_of(script: str) -> str | None:
+    """Returns the folder of the last watched run of a script file as it is now; None where there is none."""
+    file = Path(script)
+    try:
+        changed = file.stat().st_mtime if file.suffix == ".py" else math.inf
+        logs = sorted(Path(FOLDERS).glob(f"*-{glob.escape(_named_after(file.stem))}"))
+        return next(
+            (str(one) for one in reversed(logs) if one.stat().st_mtime >= changed and is_run_log(str(one))), None
+        )
+    except OSError:
+        return None
 
 
 def give_back(folder: str) -> None:

@@ -35,8 +35,7 @@ from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.workflows.checkpoint_state import history_findings, not_said_yet, state_findings
 from ampdoctor.workflows.measure import measure, not_compared, shadowed
 from ampdoctor.workflows.open_replay import open_replay
-from ampdoctor.workflows.output_files import write_whole
-from ampdoctor.workflows.requests import is_run_log
+from ampdoctor.workflows.output_files import is_run_log, write_whole
 
 if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress, ReplayRequest

@@ -6,7 +6,6 @@ No torch here: the command line imports this file before it parses its arguments
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -14,13 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.evidence.report import Report, Suppressed
 from ampdoctor.evidence.targets import DEFAULT_TARGET, FRAMEWORKS, Framework, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.sinks.export import Export
 from ampdoctor.health.sinks.sink import Sink
-from ampdoctor.workflows.output_files import refuse_of_log
+from ampdoctor.workflows.output_files import is_run_log, refuse_of_log
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Policy = Literal["cuda", "native"]
@@ -52,17 +50,6 @@ def is_profile(target: str) -> bool:
     from ampdoctor.replay.user_modules import dotted_factory  # here, because it imports torch and few targets get here
 
     return dotted_factory(target) is None
-
-
-def is_run_log(target: str) -> bool:
-    """Whether a target is the folder of a run's log or one of its files; a bundle's folder does not count."""
-    path = Path(target)
-    try:
-        if path.is_dir():
-            return bool(logs_in(os.listdir(path))) and not (path / "manifest.json").is_file()  # noqa: PTH208
-        return rank_and_number(path.name) is not None and path.is_file()
-    except OSError:
-        return False
 
 
 SetAside = Callable[[Report], Report]
@@ -130,6 +117,7 @@ class ReplayRequest:
         emit: Framework for which `recommend` writes the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.
+        shown: Filled by replays: the parts of the run whose output was shown, which is done once.
 
     Raises:
         UsageError: An option has none of the values above, or two options contradict each other.
@@ -161,6 +149,7 @@ class ReplayRequest:
     emit: Framework | None = None
     target: str = DEFAULT_TARGET
     precision_matters: bool = False
+    shown: set[object] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def framework(self) -> Framework:

@@ -1,4 +1,4 @@
-"""`ampdoctor.watch`: what `ampdoctor run` does, from inside a loop."""
+"""Watches a script from before its first line (`ampdoctor run`), or a loop from inside (`ampdoctor.watch`)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ampdoctor.errors import SickTrainingError, StoppedError, UsageError
+from ampdoctor.hooks.interfaces import when_imported
 from ampdoctor.workflows.log_listeners import OnAlert, exports_of
-from ampdoctor.workflows.output_files import usual_folder
+from ampdoctor.workflows.output_files import give_back, usual_folder
 from ampdoctor.workflows.requests import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
-from ampdoctor.workflows.watcher import TrainingWatcher, standing
 
 if TYPE_CHECKING:
     import os
 
+    import torch
+
     from ampdoctor.evidence.report import Report
     from ampdoctor.health.sinks.sink import Sink
+    from ampdoctor.workflows.watcher import TrainingWatcher
 
 _log = logging.getLogger("ampdoctor")
 
@@ -98,6 +99,10 @@ def watch(
         UsageError: An argument makes no sense.
         SickTrainingError: A step was sick and `on_sick` is `stop`.
     """
+    import torch
+
+    from ampdoctor.workflows.watcher import TrainingWatcher, standing
+
     outer = standing()
     if outer is not None:
         _say("the training is watched already, and this watch is the one that stands: its arguments are not used")
@@ -132,7 +137,7 @@ def watch(
             scalers = () if scaler is None else (scaler,)
             stack.enter_context(doctor.attending(model=model, optimizers=optimizers, scalers=scalers))
         except Exception as error:  # noqa: BLE001 - a training is never harmed
-            _say(f"the training is not watched: {type(error).__name__}: {error}".splitlines()[0])
+            _say(_not_watched(error))
         try:
             yield Watch(doctor.folder, doctor)
         except BaseException as error:
@@ -166,5 +171,62 @@ def _tell(report: Report) -> None:
     _log.warning(sentence_of(report))
 
 
+def _not_watched(error: Exception) -> str:
+    return f"the training is not watched: {type(error).__name__}: {error}".splitlines()[0]
+
+
 def _say(sentence: str) -> None:
     _log.warning(sentence)
+
+
+# -- a script, which runs once --
+
+
+def _nobody(_: object) -> None:
+    pass
+
+
+class ScriptWatch:
+    """A watch and its result; it begins when the script itself has imported torch (`doctor` is None before)."""
+
+    def __init__(self) -> None:
+        self.doctor: TrainingWatcher | None = None
+
+    @property
+    def report(self) -> Report | None:
+        """The diagnosis of the first sick step; None as long as there is none."""
+        return None if self.doctor is None else self.doctor.report
+
+    def ended(self, error: BaseException | None) -> None:
+        """End the watch: the script has finished, or raised this error."""
+        if self.doctor is not None:
+            self.doctor.ended(error)
+
+
+@contextmanager
+def watching(
+    request: WatchRequest,
+    *,
+    tell: Callable[[Report], None] = _nobody,
+    say: Callable[[str], None] = _nobody,
+) -> Iterator[ScriptWatch]:
+    """Watch whatever trains in this process until the block ends; `tell` gets the diagnosis, `say` gets sentences."""
+    watch = ScriptWatch()
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            from ampdoctor.hooks.process_state import unwarned
+
+            with unwarned():
+                from ampdoctor.workflows.watcher import TrainingWatcher
+
+                watch.doctor = TrainingWatcher(request, tell, say)
+                stack.enter_context(watch.doctor.attending())
+
+        def failed(error: Exception) -> None:
+            watch.doctor = None
+            say(_not_watched(error))
+
+        with when_imported("torch", begin, failed):
+            yield watch
+    give_back(request.health)

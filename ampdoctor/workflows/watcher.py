@@ -193,7 +193,8 @@ class TrainingWatcher:
 
     def summary(self) -> str | None:
         """Returns what was seen, in a sentence, once the log is closed; None where there was no step."""
-        return self._tally.said(self._lines, self.report, self._rank.alerting, lost=self._numbers.lost)
+        log = self._request.named or self._request.health
+        return self._tally.said(self._lines, self.report, self._rank.alerting, lost=self._numbers.lost, log=log)
 
     # -- what the loop does --
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampdoctor.errors import StoppedError
 from ampdoctor.workflows import watcher
 from ampdoctor.workflows.requests import WatchRequest
-from ampdoctor.workflows.watch_script import watching
+from ampdoctor.workflows.watch import watching
 
 ROOT = Path(__file__).parents[2]
 

@@ -67,10 +67,23 @@ def strings(value):
     return [value] if isinstance(value, str) else [text for item in inner for text in strings(item)]
 
 
+def pasted(report):
+    """Return the lines to paste of all findings."""
+    code = [block for finding in outline(report).findings for block in getattr(finding, "blocks", ())]
+    return {line.strip() for block in code if isinstance(block, Code) for line in block.lines}
+
+
 def unclear(report):
-    """Return what of the findings on a console of 100 columns takes more than eight lines, or is not plain at once."""
+    """Return what of the findings on a console of 100 columns is long, or not plain at once.
+
+    A finding takes eight lines; where the lines to paste, which are always whole, are many, six besides them.
+    """
     text = plain_text(report, quiet=True)
-    found = [part for part in text.split("\n\n") if len(shown := part.splitlines()) - (shown[-1][:3] == "-v:") > 8]
+    found, own = [], pasted(report)
+    for part in text.split("\n\n"):
+        shown = [line for line in part.splitlines() if line[:3] != "-v:"]
+        paste = sum(line.strip() in own for line in shown)
+        found += [part] if len(shown) > max(8, paste + 6) else []
     found += [line for line in text.splitlines() if len(line) > 100]
     firsts = [block.title.text for block in outline(report).findings if isinstance(block, Fold) and block.style]
     found += [line for line in firsts if "aten." in line or len(line.split()) > 25]

@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import functools
 import io
+import logging
 import os
 import shutil
 import sys
@@ -228,6 +229,7 @@ class Registrations:
 
     def __init__(self) -> None:
         self._libraries: list[Library] = []
+        self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
         self._start: Any = None
         self._begun = False
 
@@ -237,7 +239,7 @@ class Registrations:
         if not self._begun:
             self._begun = True
             self._start = context._default_context._actual_context  # type: ignore[attr-defined]  # noqa: SLF001
-        made, threads = Library.__init__, torch.set_num_interop_threads
+        made, threads, add_handler = Library.__init__, torch.set_num_interop_threads, logging.Logger.addHandler
 
         @wraps(made)
         def init(library: Library, *args: Any, **kwargs: Any) -> None:
@@ -250,11 +252,24 @@ class Registrations:
             with contextlib.suppress(RuntimeError):  # torch has already run ops here; no number depends on it
                 threads(count)
 
-        with replaced(Library, "__init__", init), replaced(torch, "set_num_interop_threads", set_threads):
+        @wraps(add_handler)
+        def add(logger: logging.Logger, handler: logging.Handler) -> None:
+            add_handler(logger, handler)
+            if _by_user(sys._getframe(1)):  # noqa: SLF001 - whose call it is
+                self._handlers.append((logger, handler))
+
+        with (
+            replaced(Library, "__init__", init),
+            replaced(torch, "set_num_interop_threads", set_threads),
+            replaced(logging.Logger, "addHandler", add),
+        ):
             yield
 
     def undo(self) -> None:
         """Remove the registrations of earlier runs; code that calls their operators later gets the next run's."""
+        while self._handlers:  # the next run adds its own, and a line would be logged twice
+            logger, handler = self._handlers.pop()
+            logger.removeHandler(handler)
         while self._libraries:
             self._libraries.pop()._destroy()  # noqa: SLF001 - torch has no public way
         if self._begun:

@@ -40,7 +40,7 @@ from ampdoctor.replay.scripts.loops import (
 from ampdoctor.replay.scripts.rewriting import Edits, MainModule
 from ampdoctor.replay.scripts.trying import Loop
 from ampdoctor.replay.snapshot import process_settings
-from ampdoctor.replay.user_code import prints_to_nobody, trimmed_traceback, user_code
+from ampdoctor.replay.user_code import prints_to_nobody, shown_once, trimmed_traceback, user_code
 from ampdoctor.replay.user_files import is_users_file, users_line
 from ampdoctor.replay.user_modules import factories_in, syntax_sentence
 
@@ -153,10 +153,15 @@ class ScriptRun:
     called: tuple[tuple[str, int], ...] = ()
     """Lines that led to the last training call of a module that its optimizers train."""
 
+    output: ExitStack = field(default_factory=ExitStack)
+    """Drops what the script prints from its first training call on: the first step prints it again."""
+
     def note_call(self, module: torch.nn.Module, frame: FrameType) -> None:
         """Record a call of a module in training mode."""
         lines = lines_of(walk_stack(frame))
         if lines != self.called and self.made.training(module):
+            if not self.called:
+                self.output.enter_context(prints_to_nobody(unless_it_raises=True))
             self.called = lines
 
     def is_left(self) -> bool:
@@ -184,13 +189,14 @@ class Runner:
         path: tuple[str, ...],
         environment: Environment,
         files: Files,
+        shown: set[object],
     ) -> None:
         self.name, self.path, self.files = name, path, files
         self._environment, self._arguments = environment, arguments
         self._file, self._package = file, package
         self._process: Callable[[], None] | None = None
         self._main: MainModule | None = None
-        self._has_printed = False
+        self.shown = shown
         self._registered = registrations_of(str(file))
 
     @contextlib.contextmanager
@@ -243,7 +249,7 @@ class Runner:
             except (UserCodeError, _EndedError) as error:
                 run.ended = error
         if not run.is_left():
-            self._shown_by_calls(run, () if marked else run.called)
+            self.shown_by_calls(run, () if marked else run.called)
         return run
 
     def _shown_by_calls(self, run: ScriptRun, called: Sequence[tuple[str, int]]) -> None:
@@ -293,7 +299,8 @@ class Runner:
                 self.user_code(f"the script {self.name}"),
                 eagerly(),
                 quiet_threads(),
-                prints_to_nobody() if self._has_printed else contextlib.nullcontext(),
+                shown_once(self.shown, "script"),
+                run.output,
                 self.files.guarded(run.is_left),
             ):
                 try:
@@ -311,8 +318,6 @@ class Runner:
         except (FactoryError, StepHalted):
             if not run.is_left():
                 raise
-        finally:
-            self._has_printed = True
 
 
 def no_loop(name: str, factories: Sequence[str] = ()) -> str:

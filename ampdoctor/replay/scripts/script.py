@@ -33,6 +33,7 @@ from ampdoctor.replay.scripts.trying import (
 )
 from ampdoctor.replay.snapshot import format_of_weights
 from ampdoctor.replay.training_run import TrainingRun
+from ampdoctor.replay.user_code import prints_to_nobody, shown_once
 
 # -- one step of a run: the body of the user's loop, once per item of the step --
 
@@ -156,7 +157,7 @@ class Script:
 
     def __init__(self, runner: Runner) -> None:
         self.name, self.path = runner.name, runner.path
-        self._runner, self._files = runner, runner.files
+        self._runner, self._files, self._shown = runner, runner.files, runner.shown
         self._learnt: _Learnt | None = None
 
     def user_code(self, what: str) -> AbstractContextManager[None]:
@@ -198,7 +199,12 @@ class Script:
             again()
             run = self._runner.to_loop(place, visit)
             files = self._files
-            with self.user_code(f"the loop at {place}"), eagerly(), files.saving_nothing():
+            with (
+                self.user_code(f"the loop at {place}"),
+                eagerly(),
+                files.saving_nothing(),
+                prints_to_nobody(unless_it_raises=True),  # the first step prints it
+            ):
                 lesson = tried(run.loop, run.seam.around, run.made, never_steps=never_steps)
             if lesson.optimizers:
                 break
@@ -236,7 +242,7 @@ class Script:
         own = format_of_weights(model)
         stepping = Stepping(scalers, self._files, loop.seen, loop.anew, [])
         step = partial(take, loop.body, tuple(run.seam.around), stepping)
-        with self.user_code(f"the loop at {learnt.place}"), eagerly():
+        with self.user_code(f"the loop at {learnt.place}"), eagerly(), shown_once(self._shown, "before the first step"):
             behind = passed(loop.items, lesson.before, step)
         read = read_by(loop.items)
         rounds = RecordedEpochs(

@@ -297,7 +297,7 @@ def test_a_picture_is_as_large_as_its_window_and_no_larger(width):
         assert max(map(len, lines)) <= width
         assert "a \\u202erun"[:width] in lines[0]
         if height >= 24 and width >= 120:
-            facts = "step 299  10 steps/s  10k tokens/s  30% of it waiting for data  3GB of memory at most"
+            facts = "step 299  10 steps/s  10,000 tokens/s  30% of it waiting for data  3 GB of memory at most"
             assert facts in lines[1]
             assert "47.50% model.layers.19.attention.weight grad" in text
             assert "2^1.0" in text

@@ -15,7 +15,7 @@ import pytest
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.workflows import watch_script as seam
+from ampdoctor.workflows import watch as seam
 from ampdoctor.workflows.log_listeners import Tally
 
 FOUND = Finding(
@@ -58,7 +58,7 @@ def watch(monkeypatch):
         if one.fails == "before":
             raise RuntimeError("no hooks")
         one.open += 1
-        yield (made := SimpleNamespace(report=None, has_begun=True, doctor=one.doctor, ended=lambda error: None))
+        yield (made := SimpleNamespace(report=None, doctor=one.doctor, ended=lambda error: None))
         one.open -= 1
         made.report = one.found
         if one.fails == "after":
@@ -162,8 +162,9 @@ def test_healthy_is_said_where_steps_were_judged_and_nothing_was_found_or_missed
     tally = Tally(incomplete=gap)
     tally.warned |= {("AMP407", 3)} if warned else set()
     tally.ended(code)
-    shown = tally.said(SimpleNamespace(attempted=40, taken=39), None, None, lost=lost)
+    shown = tally.said(SimpleNamespace(attempted=40, taken=39), None, None, lost=lost, log="a b")
     assert shown.startswith(f"40 steps watched, {said}, 1 skipped (the watch took ")
+    assert shown.endswith("; what to do: ampdoctor health 'a b'") == (said == "1 finding")
 
 
 def test_rank_0_alone_says_what_was_watched(run, watch, monkeypatch):

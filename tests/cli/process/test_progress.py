@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import re
 
-from ampdoctor.cli.progress import ProgressLine
+from ampdoctor.cli.process import ProgressLine
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n")
 

@@ -164,8 +164,8 @@ def test_the_report_says_the_command(adam, net):
     }  # fmt: skip
     assert sentence_of(report).endswith(f"--model {net.file}")
     shown = RenderOptions(width=200).draw(partial(render_human, report))
-    assert shown.count(f"ampdoctor bisect-nan {bundle} --checkpoint CHECKPOINT --model {net.file}") == 2
-    assert "to be replayed from a checkpoint of before it, on any machine" in " ".join(shown.split())
+    assert shown.count(f"ampdoctor bisect-nan {bundle} --model {net.file}") == 2
+    assert "to be replayed from a checkpoint of before it (--checkpoint), on any machine" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("step", [5, 8, SICK])

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.evidence.location import Source
-from ampdoctor.evidence.report import BaselineSection, Prescription, Report
+from ampdoctor.evidence.report import BaselineSection, Prescription, Report, Skipped
 from ampdoctor.evidence.report_scaler import EmittedSettings
 from ampdoctor.evidence.report_scan import ChangedTensor, TrendSection
+from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports.next_step import next_step
 from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, NOTHING_CHANGED, OVERFLOW, SICK, UNDERFLOW
 
@@ -102,6 +103,52 @@ def test_a_command_names_the_run_whole():
     assert next_step(later).line == f"ampdoctor bisect-nan run.py:make_run {GIVEN} {further}"
     measured = Report(command="profile", target=target, verdict="healthy")
     assert next_step(measured).line == f"ampdoctor recommend run.py:make_run {GIVEN} --steps 8"
+
+
+def test_a_healthy_run_leads_to_what_comes_after_its_steps():
+    further = (Skipped(what="further batches", reason="8 steps were asked for (--steps)", kind="not_replayed"),)
+    run = Report(command="bisect-nan", target=RUN, verdict="healthy", run={"steps": 8}, skipped=further)
+    assert said(run) == "if a later step fails, replay more: ampdoctor bisect-nan run.py:make_run --steps 16"
+    script = replace(run, target={"factory": "train.py", "arguments": ["--lr", "1"]})
+    assert next_step(script).line == "ampdoctor run train.py --lr 1"
+    watched = replace(script, run={"steps": 8, "kept": {"health": "ampdoctor-health/1-train"}})
+    assert next_step(watched).line == "ampdoctor health ampdoctor-health/1-train"
+
+
+def test_a_bundle_without_weights_is_replayed_with_a_checkpoint_that_only_the_user_knows():
+    kept = {"kept": {"bundle": "h/bundle-9", "from_checkpoint": True}}
+    step = next_step(replace(INCOMPLETE, command="run", run=kept))
+    assert step.line == "ampdoctor bisect-nan h/bundle-9"
+    assert step.said.endswith("and add --checkpoint with one from before it")
+
+
+@pytest.mark.parametrize("others", [["step-2.pt", "step-30.pt"], ["best.pt", "notes-20.txt"]], ids=["there", "none"])
+def test_a_folder_is_named_only_where_other_checkpoints_lie_in_it(others, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("step-10.pt", *others):
+        (tmp_path / name).touch()
+    report = Report(command="scan", target={"location": "step-10.pt"}, verdict="sick", findings=(RUINED,))
+    assert next_step(report).line == ("ampdoctor scan ." if others[0] == "step-2.pt" else "")
+    (tmp_path / "out-1").mkdir()
+    monkeypatch.chdir(tmp_path / "out-1")
+    assert next_step(replace(report, target={"location": "."})).line == ""  # where the command was run
+    (tmp_path / "out-2").mkdir()
+    assert next_step(replace(report, target={"location": "."})).line == "ampdoctor scan .."
+
+
+def advice(precision, *remedies):
+    return PrecisionAdvice(target="a100", precision=precision, why="it fits", remedies=remedies)
+
+
+def test_the_precision_is_changed_before_the_scaler_and_a_remedy_is_last():
+    report = Report(command="recommend", target=RUN, verdict="healthy", run={"precision": "fp16"}, scaler=SICK.scaler)
+    other = next_step(replace(report, precision=advice("bf16")))
+    assert str(other) == ('train in bf16, without a GradScaler: with torch.autocast("cuda", dtype=torch.bfloat16):')
+    logits = "cross_entropy in the loss takes its log-softmax in fp16: give it logits.float()"
+    same = replace(report, precision=advice("fp16", logits))
+    assert next_step(same).line.startswith("torch.amp.GradScaler(")
+    rested = replace(same, scaler=replace(SICK.scaler, change=False))
+    assert next_step(rested).line == "torch.nn.functional.cross_entropy(logits.float(), target)"
 
 
 def test_advice_is_watched_for_whom_it_was_given():
