@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ OnProgress: TypeAlias = Callable[[int], None]  # called with the number of lines
 LATELY_S = 600  # a log without last line counts as growing if written within this time: the longest step or save
 _TELLS_ITS_END = frozenset({"ampdoctor"})
 _EVERY = 20_000
+_NAMED = 3  # stretches of missing losses that are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
         for error in noticed.unread.errors(found.name):
             raise CheckpointError(error.message)
         raise NoStepError(f"{found.name} has no step: nothing was trained yet, or nothing was logged.")
+    gaps = reader.condenser.steps_without_loss(noticed.unread.empty_losses)
     findings, undone = reader.findings()
     over = tuple(at for at, finding in enumerate(findings) if reader.is_over(finding))
     findings = tuple(_as_written(finding, noticed.order.zeros) for finding in findings)
@@ -98,11 +100,23 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
             *noticed.unread.left_out(),
             *reader.mixed(found.name),
         ),
-        errors=tuple(noticed.errors(found.name, number)),
+        errors=(*noticed.errors(found.name, number), *_missing_losses(gaps, found.name)),
         unfinished=noticed.unfinished(),
         unplaced=noticed.unplaced,
-        unread=noticed.unread.checks(),
+        unread={**noticed.unread.checks(), **({"loss": f"not judged: it is missing {_at(gaps)}"} if gaps else {})},
     )
+
+
+def _missing_losses(gaps: Sequence[tuple[int, int]], log: str) -> Iterator[ErrorNote]:
+    """Yields an error where losses are missing: they may have been NaN."""
+    if gaps:
+        message = f"The loss is missing {_at(gaps)} of {log}: some loggers write nothing, or null, for NaN."
+        yield ErrorNote(what=f"{log}: loss", kind="unreadable", message=message)
+
+
+def _at(gaps: Sequence[tuple[int, int]]) -> str:
+    named = ", ".join(f"{first:,} to {last:,}" for first, last in gaps[:_NAMED])
+    return f"in steps {named}{f' and {len(gaps) - _NAMED:,} more stretches' if len(gaps) > _NAMED else ''}"
 
 
 def grown_lately(found: FoundLog) -> bool:

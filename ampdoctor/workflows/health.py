@@ -270,7 +270,7 @@ def _checks(looked: LogSummary) -> Iterator[Check]:
         if about == "scale":
             seen = unplaced or seen
         found = about in first or (about == "scale" and not codes.isdisjoint(_OF_SCALE))
-        result = "found" if found else seen if there else looked.unread.get(name, _NOT_LOGGED)
+        result = "found" if found else looked.unread.get(name, seen if there else _NOT_LOGGED)
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
     seen = "ok" if looks > LEAST_BEFORE else f"not judged: {looks} of {LEAST_BEFORE + 1} looks"

@@ -132,10 +132,10 @@ class TableRows(LineRows):
     def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
         """As in `LineRows`."""
         for values in self._parsed(lines, left):
-            if not _is_of_an_evaluation(values):
-                self._unread.add(values)
             fields = _fields(values)
             step = self._step(values, fields)
+            if not _is_of_an_evaluation(values):
+                self._unread.add(values, step)
             if step is not None:
                 yield Row(step, {name: one for name, one in fields.items() if name != "step"})
 
@@ -297,8 +297,8 @@ def _read_trainer_state(folder: Path, names: Sequence[str], noticed: ReadIssues)
     noticed.left[name].damaged += len(history) - len(known)
     rows: list[Row] = []
     for values in known:
-        noticed.unread.add(values)
         row = row_of(known_fields(values))
+        noticed.unread.add(values, None if row is None else row.step)
         if row is not None:
             rows.append(row)
     if any("loss" in row.values for row in rows):
