@@ -81,9 +81,7 @@ class _Writer:
     def draw(self, blocks: Sequence[Block], indent: int) -> None:
         """Print blocks; the titles of folds that stay closed stand in one line."""
         closed: list[str] = []
-        for at, block in enumerate(blocks):
-            if isinstance(block, Heading) and block.view and isinstance(blocks[at + 1], Heading):
-                continue  # of a chart
+        for block in blocks:
             if isinstance(block, Fold) and not (block.open or self._unfold):
                 closed.append(_clean(block.title.text))
                 continue

@@ -40,9 +40,13 @@ def health(report: Report) -> Iterator[Block]:
     if section is None or not section.runs:
         return
     yield Heading(text="over the steps", level=2, anchor="health", view="health")
+    several = len(section.runs) > 1
+    if several:
+        yield Text(words.count(len(section.runs), "run"))
     for index, run in enumerate(section.runs):
-        yield Heading(text=health_title(run), anchor=f"run-{index}")
-        yield Text(run_line(run))
+        if several:
+            yield Heading(text=health_title(run), anchor=f"run-{index}")
+        yield Text(run_line(run) if several else f"{health_title(run)}: {run_line(run)}")
         yield from pairs(facts(run))
         commands = tuple(look.command for look in run.looks[-_FEW:] if look.command is not None)
         if commands:
