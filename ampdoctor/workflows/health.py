@@ -29,7 +29,7 @@ from ampdoctor.health.reading.opening import FoundLog, find_logs
 from ampdoctor.health.reading.same_run import without_copies
 from ampdoctor.health.sinks.export import Export
 from ampdoctor.health.sinks.export import export as export_lines
-from ampdoctor.health.summary import LogSummary, OnProgress, grown_lately, look_again
+from ampdoctor.health.summary import LogSummary, OnProgress, grown_lately, look
 from ampdoctor.workflows.log_listeners import refuse_log
 from ampdoctor.workflows.requests import Progress
 
@@ -103,7 +103,7 @@ def health(
     for shown, one in found.items():
         try:
             refuse_log(export, one)
-            looked = look_again(one, thresholds, _told(progress))
+            looked = look(one, thresholds, _told(progress))
         except CheckpointError as error:
             if len(given) == len(found) == 1:
                 raise
@@ -169,7 +169,7 @@ def _told(progress: Progress | None) -> OnProgress | None:
 
 
 def _as_of_now(looked: LogSummary, found: FoundLog) -> LogSummary:
-    """Returns the result with what depends on whether the log still grows, which the stored result cannot hold.
+    """Returns the result with what depends on whether the log still grows.
 
     If it grows, a run that has not ended in order still runs, and a last line without an end is being written.
     """

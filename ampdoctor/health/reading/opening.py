@@ -22,7 +22,6 @@ from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, begins_run_log, 
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
 from ampdoctor.health.reading.other_logs import (
     ANY_TABLE,
-    DEEPSPEED_MONITOR,
     LIGHTNING,
     TENSORBOARD,
     TRANSFORMERS,
@@ -154,7 +153,6 @@ KINDS: tuple[LogKind, ...] = (
     AMPDOCTOR,
     TRANSFORMERS,
     LIGHTNING,
-    DEEPSPEED_MONITOR,
     WANDB,
     TENSORBOARD,
     MEGATRON,
