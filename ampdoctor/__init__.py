@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.evidence import notebook
+from ampdoctor import evidence
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
@@ -77,7 +77,7 @@ def _show_in_notebook(report: Report) -> str:
     return render_fragment(report)
 
 
-notebook.show = _show_in_notebook
+evidence.show_in_notebook = _show_in_notebook
 
 
 def __dir__() -> list[str]:

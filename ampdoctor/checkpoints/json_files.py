@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ampdoctor.checkpoints.files import RegularFile, plain_name
+from ampdoctor.checkpoints.files import RegularFile, plain_name, shown
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.json_records import unique_keys
+from ampdoctor.evidence.json_records import DuplicateKeyError, unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
 """Memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors."""
@@ -20,7 +20,7 @@ _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
 def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
     """Returns the value of a JSON text in UTF-8; raises ValueError, or LimitExceededError if it is too large.
 
-    `strict` refuses NaN, infinities, duplicate keys (DuplicateKeyError) and halves of surrogate pairs.
+    Duplicate keys are refused (DuplicateKeyError); `strict` refuses NaN, infinities and halves of surrogate pairs too.
     """
     # text takes up to four bytes per character, even if few need them; it is held twice, whole and in pieces
     cost = (2 if raw.isascii() else 8) * len(raw) + sum(each * raw.count(mark) for mark, each in _COSTS)
@@ -28,9 +28,7 @@ def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
         raise LimitExceededError(f"{name}: bytes of JSON values", MAX_VALUE_BYTES, cost)
     constant: Callable[[str], Any] | None = _no_constant if strict else None
     try:
-        value = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=unique_keys if strict else None, parse_constant=constant
-        )
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=constant)
         if strict and b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -56,6 +54,8 @@ def read_json(file: RegularFile) -> dict[str, Any]:
         raise LimitExceededError(f"{file.name}: bytes of JSON", MAX_JSON_BYTES, file.size)
     try:
         content = parse_json(file.read(0, file.size).removeprefix(BYTE_ORDER_MARK), file.name, strict=False)
+    except DuplicateKeyError as error:
+        raise CheckpointError(f"{file.name} has the key {shown(error.key)} twice; refused.") from None
     except ValueError:
         raise CheckpointError(f"{file.name} is not valid JSON.") from None
     if not isinstance(content, dict):

@@ -334,7 +334,7 @@ def sniff(file: RegularFile) -> Format:
     head = file.head(_HEAD_BYTES)
     if head.startswith(b"PK\x03\x04"):
         return "torch-zip"
-    if head[2:14] == PICKLED_MAGIC:
+    if PICKLED_MAGIC in (head[2:14], head[11:23]):  # from protocol 4 on behind the length of a frame
         return "torch-legacy"
     if looks_like_safetensors(head):
         return "safetensors"

@@ -330,7 +330,10 @@ def _integer_of_a_log(value: Any) -> Any:
 
 
 def _float_of_a_log(value: Any) -> float:
-    return float(_integer_of_a_log(value) if type(value) is int else _number(value))
+    try:
+        return float(_number(value))
+    except OverflowError:
+        return cast("float", _refuse("is out of range"))
 
 
 def _of(kind: type, name: str) -> _Read:

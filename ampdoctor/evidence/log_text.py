@@ -13,7 +13,7 @@ from operator import attrgetter
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from ampdoctor.evidence.json_records import Form, from_plain, plain_float, to_plain
+from ampdoctor.evidence.json_records import Form, from_plain, plain_float, to_plain, unique_keys
 from ampdoctor.evidence.log_records import (
     KINDS,
     SCHEMA_VERSION,
@@ -41,10 +41,11 @@ def text_of(whole: LogRecord) -> str:
 def line_of(text: str | bytes) -> LogRecord | None:
     """Returns the line in a text; None for a kind or a version that this reader does not support.
 
-    Raises ValueError if it is no line of a run's log: cut off, or of another form than the classes.
+    Raises ValueError if it is no line of a run's log: cut off, of another form than the classes, or with a key twice
+    (DuplicateKeyError).
     """
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
@@ -140,7 +141,8 @@ def _records_of(texts: Sequence[bytes]) -> Sequence[LogRecord | ValueError | Non
         together = flat and joined[:1] + joined[-1:] == b"{}"
         values = _loads(b"[" + joined + b"]") if together else list(map(_loads, texts))
         ((kind, version),) = {(value["kind"], value["schema_version"]) for value in values}
-        if version == SCHEMA_VERSION:
+        # no fewer keys than colons: no key stands twice
+        if version == SCHEMA_VERSION and joined.count(b":") == sum(map(_keys_in, values)):
             given, count = _by_key(values), len(values)
             parts = [_made(part, _columns(part, given, count), count) for part in (Stamp, KINDS[kind])]
             return _made(LogRecord, dict(zip(("stamp", "line"), parts, strict=True)), count)
@@ -153,6 +155,12 @@ def _records_of(texts: Sequence[bytes]) -> Sequence[LogRecord | ValueError | Non
         return [line_of(texts[0])]
     except ValueError as error:
         return [error]
+
+
+def _keys_in(value: Mapping[str, Any]) -> int:
+    """Returns how many keys a line has, those of its tensors and their histograms included."""
+    tensors = value.get("tensors", ())
+    return len(value) + sum(len(one) + len(one.get("histogram") or ()) for one in tensors)
 
 
 def _made(record: type[T], columns: Mapping[str, Sequence[Any]], count: int) -> Sequence[T]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal
 
-from ampdoctor.evidence import notebook
+from ampdoctor import evidence
 from ampdoctor.evidence.checkpoint_stats import TensorRow
 from ampdoctor.evidence.json_records import UNWRITTEN, Count, Shape, Text, form
 from ampdoctor.evidence.location import Place, Source, Where
@@ -376,7 +376,7 @@ class Report:
 
     def _repr_html_(self) -> str | None:
         """HTML for a notebook: verdict and findings."""
-        return None if notebook.show is None else notebook.show(self)
+        return None if evidence.show_in_notebook is None else evidence.show_in_notebook(self)
 
 
 def verdict_of(findings: Sequence[Finding], *, settled: bool = True, expect_failure: bool = False) -> Verdict:

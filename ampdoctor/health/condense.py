@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias, get_args
@@ -25,7 +25,16 @@ from ampdoctor.evidence.log_records import (
     StepLine,
 )
 from ampdoctor.evidence.report_health import ActionMark, CheckpointMark, Curve, CurveName, Ending, HealthRun, LookMark
-from ampdoctor.health.curves import Column, Columns, axis_of, curve_of, scaler_histories, spans_of, with_proved_skips
+from ampdoctor.health.curves import (
+    Column,
+    Columns,
+    axis_of,
+    curve_of,
+    scaler_histories,
+    spans_of,
+    steps_without_loss,
+    with_proved_skips,
+)
 from ampdoctor.health.heat_maps import Maps
 
 # -- steps that a later attempt, restart or run has repeated, and thereby undone --
@@ -167,6 +176,11 @@ class RunSummarizer:
             )
             made.append(run)
         return tuple(made)
+
+    def steps_without_loss(self, empty: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns the stretches of steps whose loss is missing; `empty` are steps with an empty one."""
+        of_all = (with_proved_skips(standing(one.whole(), self.groups)) for one in self._steps.values())
+        return [stretch for columns in of_all for stretch in steps_without_loss(columns, empty)]
 
     def tail(self) -> LogTail:
         """Returns the last numbers of the first optimizer."""

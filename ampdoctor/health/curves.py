@@ -84,6 +84,30 @@ def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
     return {**columns, "skipped": known}
 
 
+_MANY = 8  # so many steps without a loss may stand for NaN, as for AMP722
+_AROUND = 8  # gaps on either side that show how often a loss is logged
+
+
+def steps_without_loss(columns: Mapping[str, Column], empty: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns first and last step of each stretch of taken steps, ordered by step, whose loss alone is missing.
+
+    `empty` are further steps whose loss is empty. A loss that is logged now and then leaves even gaps: a gap counts
+    from `_MANY` steps on, where it is more than twice as long as each of the `_AROUND` gaps before and after it.
+    """
+    steps, known = columns["step"], ~np.isnan(columns["loss"])
+    beside = ~(np.isnan(columns["gradient_norm"]) & np.isnan(columns["loss_scale"])) & (columns["skipped"] != 1)
+    there = np.unique(steps[known])
+    lacks = np.setdiff1d(np.append(steps[~known & beside], empty), there)
+    gap_of = np.searchsorted(there, lacks)  # 0: before the first loss
+    gaps = np.bincount(gap_of, minlength=1)
+    found = []
+    for at in (np.flatnonzero(gaps[1:] >= _MANY) + 1).tolist():
+        if gaps[at] > 2 * max(*gaps[max(at - _AROUND, 0) : at], *gaps[at + 1 : at + 1 + _AROUND]):
+            inside = lacks[gap_of == at]
+            found.append((int(inside[0]), int(inside[-1])))
+    return found
+
+
 _VALUES = attrgetter(*_NUMBERS)
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeAlias
 
-from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.errors import CheckpointError, NoStepError
 from ampdoctor.evidence.checkpoint_stats import LogTail
-from ampdoctor.evidence.json_records import Count, Positive, from_plain, to_plain
+from ampdoctor.evidence.json_records import Count, Positive
 from ampdoctor.evidence.log_records import AlertLine, LogRecord, LookLine, Stamp
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
@@ -30,13 +22,13 @@ from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condense import RunSummarizer
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import FoundLog
-from ampdoctor.package import version
 
 OnProgress: TypeAlias = Callable[[int], None]  # called with the number of lines read
 
 LATELY_S = 600  # a log without last line counts as growing if written within this time: the longest step or save
 _TELLS_ITS_END = frozenset({"ampdoctor"})
 _EVERY = 20_000
+_NAMED = 3  # stretches of missing losses that are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +71,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
         for error in noticed.unread.errors(found.name):
             raise CheckpointError(error.message)
         raise NoStepError(f"{found.name} has no step: nothing was trained yet, or nothing was logged.")
+    gaps = reader.condenser.steps_without_loss(noticed.unread.empty_losses)
     findings, undone = reader.findings()
     over = tuple(at for at, finding in enumerate(findings) if reader.is_over(finding))
     findings = tuple(_as_written(finding, noticed.order.zeros) for finding in findings)
@@ -98,11 +91,23 @@ def look(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None
             *noticed.unread.left_out(),
             *reader.mixed(found.name),
         ),
-        errors=tuple(noticed.errors(found.name, number)),
+        errors=(*noticed.errors(found.name, number), *_missing_losses(gaps, found.name)),
         unfinished=noticed.unfinished(),
         unplaced=noticed.unplaced,
-        unread=noticed.unread.checks(),
+        unread={**noticed.unread.checks(), **({"loss": f"not judged: it is missing {_at(gaps)}"} if gaps else {})},
     )
+
+
+def _missing_losses(gaps: Sequence[tuple[int, int]], log: str) -> Iterator[ErrorNote]:
+    """Yields an error where losses are missing: they may have been NaN."""
+    if gaps:
+        message = f"The loss is missing {_at(gaps)} of {log}: some loggers write nothing, or null, for NaN."
+        yield ErrorNote(what=f"{log}: loss", kind="unreadable", message=message)
+
+
+def _at(gaps: Sequence[tuple[int, int]]) -> str:
+    named = ", ".join(f"{first:,} to {last:,}" for first, last in gaps[:_NAMED])
+    return f"in steps {named}{f' and {len(gaps) - _NAMED:,} more stretches' if len(gaps) > _NAMED else ''}"
 
 
 def grown_lately(found: FoundLog) -> bool:
@@ -214,68 +219,3 @@ def _as_written(finding: Finding, zeros: AbstractSet[int]) -> Finding:
 
 def _of_ranks(finding: Finding, ranks: int) -> Finding:
     return finding if ranks == 1 else replace(finding, evidence={**finding.evidence, "ranks": ranks})
-
-
-# -- the cache: results for a log are kept in the user's cache folder --
-#
-# The key consists of the paths, sizes, times and inodes of the log's files, the thresholds and the version of
-# ampdoctor. Where the cache cannot be read or written, the log is read.
-
-LEAST_BYTES = 8 * 1024 * 1024  # smallest log whose result is kept: a smaller one is read in a second
-MOST_BYTES = 64 * 1024 * 1024
-MOST_FILES = 50  # most results that are kept; the least recently used are deleted first
-
-
-def look_again(found: FoundLog, thresholds: Thresholds, told: OnProgress | None = None) -> LogSummary:
-    """Returns what `look` returns, from the cache where possible; raises CheckpointError as `look` does."""
-    state, folder = found.state(), _folder()
-    if folder is None or sum(file.size for file in state) < LEAST_BYTES:
-        return look(found, thresholds, told)
-    asked = [version(), sys.version, found.kind.format, found.typed, shown_path(found.folder), state]
-    moved = [(threshold.key, value) for threshold, value in thresholds.moved]
-    key = hashlib.sha256(json.dumps([asked, moved, [one.what for one in found.skipped]]).encode()).hexdigest()
-    file = folder / f"{key[:32]}.json"
-    kept = _read(file)
-    if kept is None:
-        kept = look(found, thresholds, told)
-        if found.state() == state:
-            _write(file, kept)
-    return kept
-
-
-def _folder() -> Path | None:
-    """Returns the folder; None for a user without a home, or where it is a relative path."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:
-        return None
-    return cache / "ampdoctor" / "health" if cache.is_absolute() else None
-
-
-def _read(file: Path) -> LogSummary | None:
-    try:
-        with RegularFile(file, file.name) as there:
-            if there.size > MOST_BYTES:
-                return None
-            kept = from_plain(LogSummary, json.loads(there.read(0, there.size)))
-        os.utime(file)
-    except (CheckpointError, OSError, ValueError, RecursionError):
-        return None
-    return kept if kept.runs else None
-
-
-def _write(file: Path, kept: LogSummary) -> None:
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix="writing-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                # at once, with the encoder in C: json.dump builds the text in Python, piece by piece
-                stream.write(json.dumps(to_plain(kept, "health"), allow_nan=False, separators=(",", ":")))
-            Path(name).replace(file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        there = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime_ns, reverse=True)
-        for old in there[MOST_FILES:]:
-            old.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories that act on a terminal, are invisible or cannot be encoded: controls, format characters (with the
@@ -32,6 +32,8 @@ _COMMAND = re.compile(
 
 _LONGEST = 1000  # characters of an error's sentence: more than ours with ordinary names, and still quick to read
 _TAIL = 300
+_LONG_NAME = re.compile(r"\S{501,}")
+_NAME_HEAD, _NAME_TAIL = 300, 150
 
 
 def sanitise(text: str) -> str:
@@ -47,6 +49,11 @@ def sentence(text: str) -> str:
     if len(line) <= _LONGEST:
         return line
     return f"{line[: _LONGEST - _TAIL - 5]} ... {line[-_TAIL:]}"
+
+
+def shortened(text: str) -> str:
+    """Returns a text for people, in which names of more than 500 characters have three dots in their middle."""
+    return _LONG_NAME.sub(lambda found: f"{found[0][:_NAME_HEAD]}...{found[0][-_NAME_TAIL:]}", text)
 
 
 def sanitise_lines(text: str) -> str:
@@ -80,6 +87,7 @@ _PROSE = re.compile(
 )
 """Words without a meaning in Markdown inside a line; seven hexadecimal digits may be a commit."""
 _LONGEST_WORD = 30  # a longer word is a name
+_MOST_IN_BRACKETS = 32  # words
 _NAMED = re.compile(r"(.+?)([.,;:!?]*)")  # a name before punctuation marks
 _CODE_SPAN = re.compile(r"[^`|\\]+")
 _MARK = re.compile(r"[^A-Za-z0-9 \x80-\U0010ffff]")
@@ -88,12 +96,12 @@ _BACKTICKS = re.compile(r"`+")
 
 def prose(text: str, *, html: bool = False) -> str:
     """Returns a line of text from outside for inline Markdown; inside an `html` block code spans do not work."""
-    return " ".join(_word(word, html=html) for word in sanitise(text).split(" "))
+    return " ".join(_word(word, html=html) for word in _words(sanitise(shortened(text)).split(" ")))
 
 
 def code(name: str, *, html: bool = False) -> str:
     """Returns a name with its spaces as a code span; "" for an empty name."""
-    shown = sanitise(name)
+    shown = sanitise(shortened(name))
     if not shown:
         return ""
     if not html and _CODE_SPAN.fullmatch(shown) and shown == shown.strip(" "):
@@ -116,6 +124,21 @@ def row(cells: Iterable[str]) -> str:
 def header(*titles: str) -> str:
     """Returns the head of a table."""
     return row(titles) + row("---" for _ in titles)
+
+
+def _words(words: Sequence[str]) -> Iterator[str]:
+    """Yields the words; a value in brackets, such as `[16, 8]` or `betas=(0.9, 0.95)`, is one."""
+    at = 0
+    while at < len(words):
+        ends = range(at + 1, min(at + _MOST_IN_BRACKETS, len(words)) + 1)
+        end = next((end for end in ends if _is_closed(" ".join(words[at:end]))), at + 1)
+        yield " ".join(words[at:end])
+        at = end
+
+
+def _is_closed(text: str) -> bool:
+    text = text.lstrip("(")  # a sentence in brackets
+    return sum(map(text.count, "([{")) <= sum(map(text.count, ")]}"))
 
 
 def _word(word: str, *, html: bool) -> str:

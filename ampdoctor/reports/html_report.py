@@ -30,7 +30,7 @@ from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.evidence.report_health import HealthRun, HealthSection
 from ampdoctor.reports.blocks import Block, Heading, Text
-from ampdoctor.reports.escape import sanitise, sanitise_lines
+from ampdoctor.reports.escape import sanitise, sanitise_lines, shortened
 from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.json_report import report_as_dict
 from ampdoctor.reports.outline import outline
@@ -285,7 +285,7 @@ def _file(name: str) -> str:
 
 
 def _inert(value: Any) -> Any:
-    return sanitise(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return sanitise(shortened(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _visible(value: Any) -> Any:

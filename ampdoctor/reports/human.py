@@ -18,7 +18,7 @@ from rich.text import Text as Shown
 
 from ampdoctor.evidence.report import SEVERITIES, Report
 from ampdoctor.reports.blocks import Block, Code, Fold, Heading, Line, Pairs, Table, Text, without_empty
-from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.escape import sanitise, shortened
 from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.outline import outline
 
@@ -53,7 +53,7 @@ def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: 
 
 
 def render_human(report: Report, console: Console, *, quiet: bool = False, verbose: int = 0) -> None:
-    """Print the report to `console`, whose width folds long names and never cuts them.
+    """Print the report to `console`, whose width folds long names.
 
     `quiet` shows only findings and what could not be examined. From `verbose` 1 on, folds are open.
     """
@@ -83,7 +83,7 @@ class _Writer:
         closed: list[str] = []
         for block in blocks:
             if isinstance(block, Fold) and not (block.open or self._unfold):
-                closed.append(sanitise(block.title.text))
+                closed.append(_clean(block.title.text))
                 continue
             self._closed(closed, indent)
             self._block(block, indent)
@@ -161,16 +161,16 @@ class _Writer:
 
     def _pairs(self, block: Pairs, indent: int, margin: int) -> None:
         """Print labels in a column of their own; where one is long, each line begins with its label."""
-        if max(cell_len(sanitise(label)) for label, _ in block.rows) > _LONGEST_LABEL:
+        if max(cell_len(_clean(label)) for label, _ in block.rows) > _LONGEST_LABEL:
             for label, line in block.rows:
-                beside = Shown(f"{sanitise(label)}: " if label else "")
+                beside = Shown(f"{_clean(label)}: " if label else "")
                 self._console.print(Padding(Folded(beside + _shown(line), hang=2), (0, 0, 0, indent)))
             return
         grid = Grid.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True, style="dim", min_width=max(margin - 2, 0))
         grid.add_column(ratio=1)
         for label, line in block.rows:
-            grid.add_row(Shown(sanitise(label)), Folded(_shown(line)))
+            grid.add_row(Shown(_clean(label)), Folded(_shown(line)))
         self._console.print(Padding(grid, (0, 0, 0, indent)))
 
 
@@ -193,22 +193,26 @@ def _cut_off(said: str, room: int) -> str:
     return said[: ends[-1]].rstrip(" ;:") if len(said) > room and ends else said
 
 
+def _clean(text: str) -> str:
+    return sanitise(shortened(text))
+
+
 def _shown(line: Line) -> Shown:
     if isinstance(line, str):
-        return Shown(sanitise(line), overflow="fold")
+        return Shown(_clean(line), overflow="fold")
     style = _STYLES.get(line.style, "")
     if not line.label:
-        return Shown(sanitise(line.text), style=style, overflow="fold")
+        return Shown(_clean(line.text), style=style, overflow="fold")
     label = line.label.upper() if line.label in SEVERITIES else line.label
     gap = "" if not line.text else "  " if line.label in SEVERITIES else " "
-    return Shown(overflow="fold").append(sanitise(label), style).append(sanitise(f"{gap}{line.text}"))
+    return Shown(overflow="fold").append(_clean(label), style).append(_clean(f"{gap}{line.text}"))
 
 
 def _grid(block: Table) -> Grid:
     grid = Grid(box=None, padding=(0, 2, 0, 0), show_edge=False)
     for index, name in enumerate(block.head):
         side = "left" if index == 0 or name in block.left else "right"
-        grid.add_column(sanitise(name), justify=side, overflow="fold", vertical="bottom")  # type: ignore[arg-type]
+        grid.add_column(_clean(name), justify=side, overflow="fold", vertical="bottom")  # type: ignore[arg-type]
     for row in block.rows:
         grid.add_row(*(Folded(_shown(cell)) for cell in row))
     return grid

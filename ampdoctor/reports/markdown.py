@@ -1,7 +1,7 @@
 """The Markdown writer, for GitHub's step summaries and comments.
 
 GitHub drops a step's summary above 1 MiB, so the text ends at 900 kB, between two blocks or rows, with a line that
-says so. Up to there no name is cut.
+says so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _paragraph(line: Line) -> str:
     mark = _LIST_MARK.match(text)
     if mark is None or (isinstance(line, Text) and line.label):
         return _line(line)
-    return f"{code(mark[0])}{prose(text[mark.end() :])}"
+    marks = "**" if isinstance(line, Text) and line.style == "strong" else ""
+    return f"{marks}{code(mark[0])}{prose(text[mark.end() :].rstrip())}{marks}"
 
 
 def _line(line: Line, *, html: bool = False) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.report_health import HealthRun, ScalerHistory
+from ampdoctor.evidence.report_health import Curve, HealthRun, ScalerHistory
 from ampdoctor.evidence.report_plan import FlushedByPlan, FlushedOfPlan, PlannedBatch, PlannedCluster, PlanSection
 from ampdoctor.evidence.report_replay import PathSection, ProofSection, StepFigures
 from ampdoctor.evidence.report_scaler import (
@@ -40,9 +40,13 @@ def health(report: Report) -> Iterator[Block]:
     if section is None or not section.runs:
         return
     yield Heading(text="over the steps", level=2, anchor="health", view="health")
+    several = len(section.runs) > 1
+    if several:
+        yield Text(words.count(len(section.runs), "run"))
     for index, run in enumerate(section.runs):
-        yield Heading(text=health_title(run), anchor=f"run-{index}")
-        yield Text(run_line(run))
+        if several:
+            yield Heading(text=health_title(run), anchor=f"run-{index}")
+        yield Text(run_line(run) if several else f"{health_title(run)}: {run_line(run)}")
         yield from pairs(facts(run))
         commands = tuple(look.command for look in run.looks[-_FEW:] if look.command is not None)
         if commands:
@@ -60,15 +64,25 @@ def run_line(run: HealthRun) -> str:
     """Returns the run in a line: its steps, how it ended, and its loss."""
     last = f"steps {run.first_step:,} to {run.last_step:,}"
     logged = f" ({words.count(run.steps, 'step')} logged)" if run.steps != run.last_step - run.first_step + 1 else ""
-    losses = [loss for curve in run.curves if curve.name == "loss" for loss in curve.middle if loss is not None]
     parts = [
         f"{last}{logged}",
         f"{run.precision}" if run.precision else "",
-        f"loss {words.number(losses[0])} to {words.number(losses[-1])}" if losses else "",
+        *(_loss(curve, run.axis.first) for curve in run.curves if curve.name == "loss"),
         _ENDINGS[run.ending] + (f" with exit code {run.exit_code}" if run.exit_code else ""),
         f"{words.count(run.lost, 'line')} lost" if run.lost else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _loss(curve: Curve, steps: Sequence[int]) -> str:
+    known = [at for at, loss in enumerate(curve.middle) if loss is not None]
+    after = known[-1] + 1 if known else 0
+    lost = next((at for at in range(after, len(steps)) if curve.nonfinite and curve.nonfinite[at]), None)
+    since = "" if lost is None else f"not finite since step {steps[lost]:,}"
+    if not known:
+        return f"loss {since}"
+    said = f"loss {words.number(curve.middle[known[0]])} to {words.number(curve.middle[known[-1]])}"
+    return f"{said}, then {since}" if since else said
 
 
 def facts(run: HealthRun) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ VERDICTS: Mapping[Verdict, str] = {
 
 _LEFT_OUT = "not judged: everything that was named is left out"  # replaces the verdict's words if nothing was listed
 _NOTHING_SEEN = "nothing sick was seen"  # replaces the verdict's words where a training was watched
+_FEW_STEPS = re.compile(r"not judged: (\d+) of (\d+) steps")
 _TRAINING = ("loss", "gradient norm")  # without these checks, a log does not show how well the training goes
 ABOUT_GRADIENTS = "(dA: of activations, dW: of weights)"
 _TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verdict's words where a log is short
@@ -99,11 +101,14 @@ def outcome(report: Report) -> str:
     steps = report.run.get("steps")
     what = "recorded step" if report.run.get("replays") == 0 else "replayed step"  # a profile or a log: nothing ran
     seen = f" in {count(steps, what)}" if isinstance(steps, int) else ""
-    return f"{of_verdict(report)}{seen}{_alone(report)}{', not compared with fp32' if report.is_not_compared else ''}"
+    left = ", not compared with fp32" if report.is_not_compared else ""
+    if report.command == "scan" and any("runs_code" in finding.evidence for finding in report.found):
+        left = " in its numbers; loading it elsewhere would run code"
+    return f"{of_verdict(report)}{seen}{_alone(report)}{left}"
 
 
 def _alone(report: Report) -> str:
-    """Return what was judged of logs without loss and norm: by name for one log, as a count for several."""
+    """Return what was not judged of the loss and norm of logs: by name for one log, as a count for several."""
     if report.command != "health":
         return ""
     logs: dict[str, dict[str, str]] = {}
@@ -111,12 +116,29 @@ def _alone(report: Report) -> str:
         log, _, name = check.name.rpartition(": ")
         logs.setdefault(log, {})[name] = check.result
     bare = [checks for checks in logs.values() if not any(_is_there(checks.get(name, "")) for name in _TRAINING)]
-    if not bare:
-        return ""
+    short = [few for checks in logs.values() if (few := _too_few(checks))]
     if len(logs) > 1:
-        return f"; {len(bare)} of {len(logs)} logs without a loss or a gradient norm, which were not judged there"
+        none = f"; {len(bare)} of {len(logs)} logs without a loss or a gradient norm, which were not judged there"
+        few = f"; {len(short)} of {len(logs)} logs with too few steps for all rules"
+        return f"{none if bare else ''}{few if short else ''}"
+    if not bare:
+        return f" in what was judged: {short[0]}" if short else ""
     judged = "the loss scale" if _is_there(bare[0].get("loss scale", "")) else "the steps"
     return f" as to {judged} alone: no loss and no gradient norm was judged"
+
+
+def _too_few(checks: Mapping[str, str]) -> str:
+    """Return how many steps the rules on the loss and the norm need and have; "" where there are enough."""
+    found = {name: _FEW_STEPS.fullmatch(checks.get(name, "")) for name in _TRAINING}
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, few in found.items():
+        if few is not None:
+            names.setdefault((few[1], few[2]), []).append(f"the {name}")
+    return ", ".join(
+        f"{' and '.join(those)} {'need' if len(those) > 1 else 'needs'} {least} steps and "
+        f"{'have' if len(those) > 1 else 'has'} {known}"
+        for (known, least), those in names.items()
+    )
 
 
 def _is_there(result: str) -> bool:

@@ -29,7 +29,7 @@ from ampdoctor.health.reading.opening import FoundLog, find_logs
 from ampdoctor.health.reading.same_run import without_copies
 from ampdoctor.health.sinks.export import Export
 from ampdoctor.health.sinks.export import export as export_lines
-from ampdoctor.health.summary import LogSummary, OnProgress, grown_lately, look_again
+from ampdoctor.health.summary import LogSummary, OnProgress, grown_lately, look
 from ampdoctor.workflows.log_listeners import refuse_log
 from ampdoctor.workflows.requests import Progress
 
@@ -103,7 +103,7 @@ def health(
     for shown, one in found.items():
         try:
             refuse_log(export, one)
-            looked = look_again(one, thresholds, _told(progress))
+            looked = look(one, thresholds, _told(progress))
         except CheckpointError as error:
             if len(given) == len(found) == 1:
                 raise
@@ -169,7 +169,7 @@ def _told(progress: Progress | None) -> OnProgress | None:
 
 
 def _as_of_now(looked: LogSummary, found: FoundLog) -> LogSummary:
-    """Returns the result with what depends on whether the log still grows, which the stored result cannot hold.
+    """Returns the result with what depends on whether the log still grows.
 
     If it grows, a run that has not ended in order still runs, and a last line without an end is being written.
     """
@@ -270,7 +270,7 @@ def _checks(looked: LogSummary) -> Iterator[Check]:
         if about == "scale":
             seen = unplaced or seen
         found = about in first or (about == "scale" and not codes.isdisjoint(_OF_SCALE))
-        result = "found" if found else seen if there else looked.unread.get(name, _NOT_LOGGED)
+        result = "found" if found else looked.unread.get(name, seen if there else _NOT_LOGGED)
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
     seen = "ok" if looks > LEAST_BEFORE else f"needs {LEAST_BEFORE + 1} looks, has {looks}"

@@ -21,7 +21,7 @@ from ampdoctor.health.reading.event_files import is_event_file
 from ampdoctor.health.reading.log_files import is_log
 from ampdoctor.health.reading.opening import FoundLog, logs_in_folder
 from ampdoctor.health.reading.other_logs import TRANSFORMERS
-from ampdoctor.health.summary import LogSummary, look_again
+from ampdoctor.health.summary import LogSummary, look
 
 MOST_BYTES = 64 * 1024 * 1024
 """A longer log is left to `health`: half a million steps take about half a minute."""
@@ -126,7 +126,7 @@ def _judged(found: FoundLog, prefix: str, thresholds: Thresholds, skipped: list[
             why = f"{size >> 20} MB are more than the {MOST_BYTES >> 20} that a scan reads; `ampdoctor health` does"
             skipped.append(_unread(name, why))
             return None
-        looked = look_again(found, thresholds)
+        looked = look(found, thresholds)
     except NoStepError:
         return None
     except CheckpointError as error:

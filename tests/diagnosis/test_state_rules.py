@@ -74,6 +74,15 @@ def test_foreign_names_are_a_note_that_names_at_most_three():
     assert found(tensor(), unsafe_globals=()) == []
 
 
+@pytest.mark.parametrize("name", ["posix.system", "subprocess.Popen", "builtins.eval", "importlib.import_module"])
+def test_a_name_that_runs_code_is_a_warning_that_names_it_first(name):
+    (finding,) = diagnosed(tensor(), unsafe_globals=("argparse.Namespace", name))
+    assert (finding.severity, finding.evidence["runs_code"], f"asks for {name}." in finding.message) == (
+        *("warning", [name]),
+        True,
+    )
+
+
 MOVING = (moment("exp_avg", amax=1e-3), moment(amax=1e-4))
 
 

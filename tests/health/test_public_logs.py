@@ -28,6 +28,7 @@ def test_norms_of_steps_that_a_scaler_skipped(name):
     assert (grave(report), report.verdict) == ([], "healthy")
     (run,) = report.health.runs
     assert (run.skipped, run.skip_share) == (3, pytest.approx(0.03))
+    assert verdict(report) == ("healthy in what was judged: the loss and the gradient norm need 128 steps and have 97")
     assert checks(report)["loss"] == "needs 128 steps, has 97"
 
 
@@ -72,5 +73,8 @@ def test_a_log_of_the_loss_scale_alone_says_so(tmp_path):
     whole = table(tmp_path / "whole.csv", rows)
     assert verdict(health([whole])) == "healthy"
     assert verdict(health([path, whole])).startswith("healthy; 1 of 2 logs without a loss or a gradient norm")
+    short = table(tmp_path / "short.csv", rows[:60])
+    assert verdict(health([short])) == "healthy in what was judged: the loss needs 128 steps and has 60"
+    assert verdict(health([short, whole])) == "healthy; 1 of 2 logs with too few steps for all rules"
     lost = table(tmp_path / "lost.csv", [{"step": step, "loss_scale": 65536.0 / 2**step} for step in range(200)])
     assert verdict(health([lost])).startswith("sick")

@@ -187,6 +187,15 @@ def test_a_long_name_is_never_cut_off_a_terminal(form, name):
         assert html.unescape(text).count(name) >= 4
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_name_of_thousands_of_characters_is_shortened_for_people_alone(form):
+    name = "blocks." + "x" * 3000 + ".weight"
+    seen = "".join(html.unescape(rendered(form, full(name))).split())
+    assert (f"{name[:300]}...{name[-150:]}" in seen) == (form in ("human", "markdown", "html"))
+    if form not in ("human", "markdown"):
+        assert name in seen
+
+
 def test_markdown_resolves_no_mention_issue_link_or_commit():
     page = shown_markdown(rendered("markdown", full(NAMES["mentions"])))
     assert "@everyone" in page.text

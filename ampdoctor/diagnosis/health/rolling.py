@@ -74,7 +74,7 @@ class RollingStats:
             return math.nan
         self._know()
         last = sorted(self._values[self._window - RECENT : self._window])
-        return math.exp(median(last, math.log)) if self._logs else median(last)
+        return _exp(median(last, math.log)) if self._logs else median(last)
 
     @property
     def latest(self) -> float:
@@ -110,7 +110,7 @@ class RollingStats:
         """Returns the value that lies so many robust deviations above the usual; NaN while that is not known."""
         self._know()
         at = self._middle + deviations * self._deviation
-        return math.exp(at) if self._logs else at
+        return _exp(at) if self._logs else at
 
     def _hop(self) -> None:
         del self._values[:-LENGTH]
@@ -206,7 +206,17 @@ class LongRollingStats(RollingStats):
 def median(ordered: Sequence[float], place: _Place = float) -> float:
     """Returns the median of `place` of the sorted values."""
     middle, odd = divmod(len(ordered), 2)
-    return place(ordered[middle]) if odd else (place(ordered[middle - 1]) + place(ordered[middle])) / 2
+    if odd:
+        return place(ordered[middle])
+    low, high = place(ordered[middle - 1]), place(ordered[middle])
+    return (low + high) / 2 if math.isfinite(low + high) else low / 2 + high / 2
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def _median_distance(ordered: Sequence[float], place: _Place, middle: float) -> float:

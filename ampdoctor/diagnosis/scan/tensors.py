@@ -579,6 +579,11 @@ def _empty_model(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
 FOREIGN_OBJECTS = rule("AMP109", SCANNED)
 
 MAX_NAMED = 3  # unsafe names that a sentence lists
+_RUNS_CODE = re.compile(
+    r"(?:os|posix|nt|subprocess|pty|runpy|codeop|ctypes|socket|shutil|importlib|webbrowser|sys|pydoc|timeit|pdb|bdb)\..*"
+    r"|(?:builtins|__builtin__)\.(?:eval|exec|execfile|compile|open|__import__|input|breakpoint)"
+)
+"""What runs commands or code, or reaches files and the network; no saved object is of these modules' classes."""
 
 
 @FOREIGN_OBJECTS.judges(CheckpointSummary)
@@ -586,14 +591,20 @@ def _foreign_objects(summary: CheckpointSummary, _: Thresholds) -> Iterator[Find
     names = summary.unsafe_globals
     if not names:
         return
-    shown = f"{', '.join(names[:MAX_NAMED])}{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}"
+    runs = [name for name in names if _RUNS_CODE.fullmatch(name)]
     message = (
-        f"torch.load(weights_only=True) refuses this file: it asks for {shown}. "
-        "Its unsafe mode loads it, and runs whatever the file says."
+        f"torch.load(weights_only=True) refuses this file: it asks for {_listed(runs or names)}. "
+        f"Its unsafe mode {'would run code by these names' if runs else 'loads it, and runs whatever the file says'}."
     )
     yield FOREIGN_OBJECTS.finding(
-        "note",
+        "warning" if runs else "note",
         message,
         where=Where(phase="checkpoint", global_step=summary.global_step),
-        evidence={"count": len(names), "names": list(names[:MAX_LISTED])},
+        evidence={"count": len(names), "names": list(names[:MAX_LISTED])}
+        | ({"runs_code": runs[:MAX_LISTED]} if runs else {}),
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(names[:MAX_NAMED])}{more}"

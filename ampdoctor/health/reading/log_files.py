@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class SkippedLines:
     damaged: int = 0  # cannot be read
     too_long: int = 0  # longer than a line of a log
     other_version: int = 0  # lines of ampdoctor's own log in a form of another version
+    ambiguous: int = 0  # a key or column stands twice with different values, and readers disagree which counts
     unfinished: bytes = b""  # the last line if no newline ends it: it may be cut off inside a number
 
     def said(self) -> str:
@@ -73,6 +75,7 @@ class SkippedLines:
             (self.damaged, "that is damaged", "that are damaged"),
             (self.too_long, "that is too long", "that are too long"),
             (self.other_version, "that another version of ampdoctor reads", "that another version of ampdoctor reads"),
+            (self.ambiguous, "that has one name twice with different values", "that have one name twice"),
         )
         parts = [f"a line {one}" if count == 1 else f"{count:,} lines {many}" for count, one, many in counts if count]
         return f"it has {' and '.join(parts)}" if parts else ""
@@ -140,7 +143,7 @@ def csv_rows(
     `left` counts lines that form no row: a quote that nothing closes, or a huge cell.
     """
     header: Sequence[str] | None = None
-    delimiter = ","
+    delimiter, twice = ",", False
     for text in _quoted_together(_texts(lines)):
         if header is None:
             delimiter = delimiter_of(text)
@@ -150,11 +153,14 @@ def csv_rows(
         left.damaged += rows.count(None)
         for row in filter(None, rows):
             if header is not None:
-                yield {column: value for column, value in zip(header, row, strict=False) if column}
+                pairs = ((column, value) for column, value in zip(header, row, strict=False) if column)
+                yield _once(pairs, left) if twice else dict(pairs)
             elif len(row) > MAX_COLUMNS:
                 raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(row))
             else:
                 header = columns_of(row)
+                named = list(filter(None, header))
+                twice = len(set(named)) < len(named)
 
 
 _MOST_LINES = 64  # of one row: a quote that these do not close is a damaged line's own
@@ -186,11 +192,26 @@ def json_rows(lines: Iterable[bytes], left: SkippedLines) -> Iterator[Mapping[st
     for line in _texts(lines):
         try:
             row = json.loads(line)
+            if isinstance(row, dict) and len(row) != line.count(":"):  # a key may stand twice
+                row = json.loads(line, object_pairs_hook=lambda pairs: _once(pairs, left))
         except (ValueError, RecursionError):
             left.damaged += line.lstrip().startswith('{"')
             continue
         if isinstance(row, dict):
             yield row
+
+
+def _once(pairs: Iterable[tuple[str, Any]], left: SkippedLines) -> dict[str, Any]:
+    """Returns a row; of a name that stands twice, a value that is not finite, so that no other hides it."""
+    row: dict[str, Any] = {}
+    ambiguous = False
+    for name, value in pairs:
+        before = row.setdefault(name, value)
+        if repr(before) != repr(value):
+            ambiguous = True
+            row[name] = before if _is_not_finite(before) else value
+    left.ambiguous += ambiguous
+    return row
 
 
 def step_of(fields: Mapping[str, float]) -> int | None:
@@ -204,8 +225,8 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
     columns: dict[str, float] = {}
     for key, value in row.items():
         found = as_number(value)
-        if found is not None and isinstance(key, str):
-            columns.setdefault(_plain(key), found)
+        if found is not None and isinstance(key, str) and (_plain(key) not in columns or not math.isfinite(found)):
+            columns[_plain(key)] = found
     if "train_runtime" in columns:  # the Trainer's summary of the whole run, under the number of its last step
         columns.pop("train_loss", None)
     if _OF_AN_EPOCH in columns and any(isinstance(key, str) and _plain(key) == _OF_A_STEP for key in row):
@@ -260,6 +281,11 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
+
+
+def _is_not_finite(value: Any) -> bool:
+    number = as_number(value)
+    return number is not None and not math.isfinite(number)
 
 
 # -- the log of `ampdoctor run` --

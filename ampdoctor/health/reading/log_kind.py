@@ -239,7 +239,6 @@ def _count(value: float | None) -> int | None:
 
 # -- columns without numbers: texts, booleans, empty cells --
 
-MANY = 8  # so many empty losses at the end may stand for NaN, as for AMP722
 _JUDGED = {"loss": "loss", "gradient_norm": "gradient norm", "loss_scale": "loss scale"}
 _TOLD = {"step": "number of the step", **_JUDGED}
 
@@ -249,12 +248,6 @@ class _Column:
     numbers: int = 0
     texts: int = 0
     empty: int = 0
-    empty_since: int = 0
-    longest: int = 0
-
-    def ends_empty(self) -> bool:
-        """Whether the column is empty at the end for longer than ever before, unlike one written now and then."""
-        return self.numbers > 0 and self.empty_since >= MANY and self.empty_since > self.longest
 
     @property
     def rows(self) -> int:
@@ -266,24 +259,23 @@ class Unread:
     """Counts, for each number that is judged, the rows with a number and the rows with a column but no number."""
 
     _columns: dict[str, _Column] = field(default_factory=dict)
+    empty_losses: array[int] = field(default_factory=lambda: array("q"))  # steps of rows whose loss is empty
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Takes a row: its values by column name."""
+    def add(self, row: Mapping[str, Any], step: int | None) -> None:
+        """Takes a row of a step: its values by column name."""
         numbers = known_fields(row)
         if "step" in numbers and step_of(numbers) is None:
             del numbers["step"]
             self._column("step").texts += 1
         for name in numbers.keys() & _TOLD.keys():
-            column = self._column(name)
-            column.longest = max(column.longest, column.empty_since)
-            column.numbers, column.empty_since = column.numbers + 1, 0
-        beside = not numbers.keys().isdisjoint(_JUDGED)  # else the row is about something else
+            self._column(name).numbers += 1
         for name, empty in unread_in(row):
             if name in _TOLD:
                 column = self._column(name)
                 column.texts += not empty
                 column.empty += empty
-                column.empty_since += empty and beside
+                if empty and name == "loss" and step is not None:
+                    self.empty_losses.append(step)
 
     def _column(self, name: str) -> _Column:
         return self._columns.setdefault(name, _Column())
@@ -305,14 +297,7 @@ class Unread:
             if one.texts >= max(one.numbers, 1) or (name == "loss" and one.empty and not one.numbers):
                 count = one.rows - one.numbers
                 message = f"The {what} is no number in {count:,} of {one.rows:,} rows of {log}."
-            elif name == "loss" and one.ends_empty():
-                message = (
-                    f"The loss is empty in the last {one.empty_since:,} rows of {log}, and was a number before: some "
-                    "loggers write nothing, or null, for NaN."
-                )
-            else:
-                continue
-            yield ErrorNote(what=f"{log}: {what}", kind="unreadable", message=message)
+                yield ErrorNote(what=f"{log}: {what}", kind="unreadable", message=message)
 
     def left_out(self) -> Iterator[Skipped]:
         """Yields notes about other values that are not numbers."""
@@ -386,6 +371,11 @@ class ReadIssues:
         lost = sum(left.damaged + left.too_long + left.other_version for left in self.left.values())
         if lost and 3 * lost >= read:
             yield ErrorNote(what=name, kind="unreadable", message=f"{lost:,} lines of {name} could not be read.")
+        ambiguous = sum(left.ambiguous for left in self.left.values())
+        if ambiguous:
+            lines = "a line" if ambiguous == 1 else f"{ambiguous:,} lines"
+            message = f"In {lines} of {name} a name has two values, and readers disagree which of them counts."
+            yield ErrorNote(what=name, kind="ambiguous", message=message)
         yield from self.order.errors(name)
         yield from self.unread.errors(name)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, Listing, RegularFile, identity_of, is_folder, list_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.json_records import DuplicateKeyError
 from ampdoctor.evidence.log_records import SCHEMA_VERSION, LogRecord
 from ampdoctor.evidence.log_text import parse_lines
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
@@ -21,7 +22,6 @@ from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, begins_run_log, 
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
 from ampdoctor.health.reading.other_logs import (
     ANY_TABLE,
-    DEEPSPEED_MONITOR,
     LIGHTNING,
     TENSORBOARD,
     TRANSFORMERS,
@@ -78,6 +78,8 @@ def _read(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[L
             for text, whole in parse_lines(lines_in(file, MAX_BYTES, left)):
                 if isinstance(whole, LogRecord):
                     yield whole
+                elif isinstance(whole, DuplicateKeyError):
+                    left.ambiguous += 1
                 elif whole is not None:
                     left.damaged += 1
                 else:  # an unknown kind of the own version is ignored
@@ -151,7 +153,6 @@ KINDS: tuple[LogKind, ...] = (
     AMPDOCTOR,
     TRANSFORMERS,
     LIGHTNING,
-    DEEPSPEED_MONITOR,
     WANDB,
     TENSORBOARD,
     MEGATRON,

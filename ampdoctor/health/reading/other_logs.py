@@ -1,4 +1,4 @@
-"""Reads other tools' logs: tables, JSON lines, trainer_state.json, event files, W&B's file, DeepSpeed's monitor."""
+"""Reads other tools' logs: tables, JSON lines, trainer_state.json, event files, W&B's file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from ampdoctor.health.reading.log_files import (
     is_log,
     json_rows,
     known_fields,
-    lines_in,
     step_of,
     unread_in,
 )
@@ -132,10 +131,10 @@ class TableRows(LineRows):
     def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
         """As in `LineRows`."""
         for values in self._parsed(lines, left):
-            if not _is_of_an_evaluation(values):
-                self._unread.add(values)
             fields = _fields(values)
             step = self._step(values, fields)
+            if not _is_of_an_evaluation(values):
+                self._unread.add(values, step)
             if step is not None:
                 yield Row(step, {name: one for name, one in fields.items() if name != "step"})
 
@@ -297,8 +296,8 @@ def _read_trainer_state(folder: Path, names: Sequence[str], noticed: ReadIssues)
     noticed.left[name].damaged += len(history) - len(known)
     rows: list[Row] = []
     for values in known:
-        noticed.unread.add(values)
         row = row_of(known_fields(values))
+        noticed.unread.add(values, None if row is None else row.step)
         if row is not None:
             rows.append(row)
     if any("loss" in row.values for row in rows):
@@ -418,60 +417,3 @@ def _item(data: bytes) -> dict[str, Any]:
 
 
 WANDB = LogKind(format="wandb", claims=_claims_wandb, read=_read_wandb)
-
-
-# -- DeepSpeed's CSV monitor: one table for each number, such as `Train_Samples_train_loss.csv` --
-
-_FILES = {
-    "Train_Samples_train_loss.csv": "loss",
-    "Train_Samples_lr.csv": "learning_rate",
-    "Train_Samples_loss_scale.csv": "loss_scale",
-    "Train_Samples_grad_norm.csv": "gradient_norm",
-}
-
-
-def _claims_deepspeed(place: LogLocation) -> Sequence[Sequence[str]]:
-    names = [name for name in _FILES if name in place.names]
-    return [names] if names else ()
-
-
-def _read_deepspeed(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:
-    with ExitStack() as stack:
-        tables = [
-            _column(stack.enter_context(RegularFile(folder / name, name)), _FILES[name], noticed) for name in names
-        ]
-        rows = _by_samples(merge(*tables, key=lambda one: one[0]))
-        yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
-
-
-def _column(file: RegularFile, field: str, noticed: ReadIssues) -> Iterator[tuple[int, int, str, float]]:
-    """Yields (start of the run, samples, field, value): each start writes the header again."""
-    start, last = 0, -1
-    left = noticed.left[file.name]
-    for line in lines_in(file, left=left):
-        samples, value = (as_number(part) for part in (*line.decode("utf-8", "replace").split(","), "", "")[:2])
-        if samples is None and line.startswith(b"step"):
-            continue
-        if samples is None or value is None or not 0 <= samples < 2.0**53:
-            left.damaged += 1
-            continue
-        if samples <= last:
-            start += 1
-        last = int(samples)
-        yield start, last, field, value
-
-
-def _by_samples(found: Iterator[tuple[int, int, str, float]]) -> Iterator[Row]:
-    """Yields a row for each number of samples; the tables have no steps, so steps are counted from the samples."""
-    rows: dict[tuple[int, int], Row] = {}
-    for start, samples, field, value in found:
-        row = rows.setdefault((start, samples), Row(0, {"samples": float(samples)}))
-        row.values[field] = value
-    ordered = sorted(rows)
-    batch = min((samples for _, samples in ordered if samples), default=1)
-    for key in ordered:
-        rows[key].step = key[1] // batch
-        yield rows[key]
-
-
-DEEPSPEED_MONITOR = LogKind(format="deepspeed", claims=_claims_deepspeed, read=_read_deepspeed)

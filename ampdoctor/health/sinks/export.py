@@ -20,7 +20,7 @@ from typing import IO, Any
 from ampdoctor.errors import AmpdoctorError, OutputError, UsageError
 from ampdoctor.evidence.log_records import DetailLine, LogRecord
 from ampdoctor.evidence.log_text import line_of, text_of
-from ampdoctor.health.sinks import to_csv, to_mlflow, to_openmetrics, to_tensorboard, to_wandb
+from ampdoctor.health.sinks import to_csv, to_openmetrics, to_trackers
 from ampdoctor.health.sinks.metrics import Alert, Projection, Row, together
 from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType
 from ampdoctor.package import beside
@@ -28,10 +28,10 @@ from ampdoctor.package import beside
 # -- the sinks, and the meaning of `--export KIND=TARGET` --
 
 KINDS: tuple[SinkType, ...] = (
-    to_tensorboard.KIND,
-    to_wandb.KIND,
-    to_mlflow.KIND,
-    to_wandb.TRACKIO,
+    to_trackers.TENSORBOARD,
+    to_trackers.WANDB,
+    to_trackers.MLFLOW,
+    to_trackers.TRACKIO,
     to_openmetrics.KIND,
     to_csv.KIND,
 )

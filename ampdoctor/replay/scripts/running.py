@@ -249,7 +249,7 @@ class Runner:
             except (UserCodeError, _EndedError) as error:
                 run.ended = error
         if not run.is_left():
-            self.shown_by_calls(run, () if marked else run.called)
+            self._shown_by_calls(run, () if marked else run.called)
         return run
 
     def _shown_by_calls(self, run: ScriptRun, called: Sequence[tuple[str, int]]) -> None:

@@ -51,6 +51,13 @@ def test_records_in_another_order_keep_their_tensors(tmp_path):
     assert {name: float(tensor[0]) for name, tensor in loaded.items()} == {n: float(t[0]) for n, t in state.items()}
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_the_format_before_zip_is_known_at_every_protocol(tmp_path, protocol):
+    old = {"_use_new_zipfile_serialization": False, "pickle_protocol": protocol}
+    torch.save({"w": torch.ones(3)}, tmp_path / "c.pt", **old)
+    assert load_state(tmp_path / "c.pt").model["w"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_file_saved_without_checksums_is_read(tmp_path):
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(compute_crc32=False)

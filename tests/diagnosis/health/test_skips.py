@@ -228,6 +228,12 @@ def test_what_rises_at_first_in_health():
         assert "AMP741" not in [f.code for f in judged(lines)]
 
 
+@pytest.mark.parametrize("unit", [5e-324, 1e-300, 1e300, 4e307])
+def test_norms_and_losses_at_the_ends_of_what_a_float_holds(unit):
+    level = lambda at, v: min(unit * (2 + v % 1), 1.7e308)  # noqa: E731
+    assert judged(steps(300, loss=level, gradient_norm=level)) == []
+
+
 def test_of_two_optimizers_one_may_lose():
     both = [replace(line, optimizer=at) for line in quiet(120, loss=climbing, norm=climbing) for at in range(2)]
     assert "AMP741" not in [f.code for f in judged(both)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from ampdoctor.evidence.json_records import DuplicateKeyError
 from ampdoctor.evidence.log_records import ActionLine, DetailLine, LogRecord, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import kind_of, line_of, parse_lines, text_of
 from tests.evidence.run_log.samples import EVERY, LINES, STAMP
@@ -102,14 +103,17 @@ def test_it_reads_what_the_checked_way_reads(line):
         (PLAIN, {"schema_version": 3}),
         (PLAIN, {"kind": "weather"}),
         (PLAIN, {"loss": math.nan}),
+        (PLAIN, {"loss": 2**63, "gradient_norm": 2**64, "loss_scale": 10**300}),
         (DETAIL, {"tensors": [{"tensor": 1, "role": "gradient", "norm": "NaN", "unknown": 1}]}),
         (DETAIL, {"tensors": []}),
     ],
 )
-def test_what_is_not_plain_goes_the_checked_way(text, change):
+def test_what_is_not_plain_goes_the_checked_way(monkeypatch, text, change):
     changed = json.dumps(json.loads(text) | change)
-    quick, slow = read(changed), line_of(changed)
-    assert repr(quick) == repr(slow)  # NaN is not itself
+    slow = line_of(changed)
+    assert repr(read(changed)) == repr(slow)  # NaN is not itself
+    monkeypatch.setattr("ampdoctor.evidence.log_text._loads", pytest.importorskip("orjson").loads)
+    assert repr(read(changed)) == repr(slow)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,7 @@ def test_what_is_not_plain_goes_the_checked_way(text, change):
     [
         (PLAIN, {"step": -1}),
         (PLAIN, {"step": 2**64}),
+        (PLAIN, {"loss": 10**400}),
         (PLAIN, {"skipped": 1}),
         (PLAIN, {"loss": "high"}),
         (PLAIN, {"step": None}),
@@ -146,6 +151,20 @@ def test_orjson_gives_the_same_numbers(monkeypatch, number):
     for wrong in (changed[:-9], changed.replace(number, "[" * 2000), changed.replace('"step":3', f'"step":{2**70}')):
         with pytest.raises(ValueError):
             read(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN.replace('"loss"', '"loss":"NaN","loss"'),
+        PLAIN.replace('"loss"', '"loss" :2.0,"loss"'),
+        DETAIL.replace('"norm"', '"norm":"NaN","norm"'),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(text):
+    for read_ in (line_of, read):
+        with pytest.raises(DuplicateKeyError):
+            read_(text)
 
 
 WHOLE = [PLAIN.encode(), PLAIN.replace('"step":3', '"step":4').encode(), DETAIL.encode()]

@@ -137,19 +137,6 @@ def test_deepspeeds_lines(tmp_path):
     assert (run.steps, run.skipped, run.skip_share) == (4, 2, 2 / 20)
 
 
-def test_deepspeeds_monitor_has_a_table_for_each_number(tmp_path):
-    folder = tmp_path / "job"
-    folder.mkdir()
-    (folder / "Train_Samples_train_loss.csv").write_text(
-        "step,train_loss\n16,2.0\n32,1.5\n48,1.0\nstep,train_loss\n32,1.75\n"
-    )
-    (folder / "Train_Samples_loss_scale.csv").write_text("step,loss_scale\n16,65536\n32,32768\n")
-    kind, lines, _ = read(folder)
-    found = [(one.stamp.attempt, one.line.step, one.line.loss, one.line.loss_scale) for one in lines[1:]]
-    assert kind == "deepspeed"
-    assert found == [(0, 1, 2.0, 65536.0), (0, 2, 1.5, 32768.0), (0, 3, 1.0, None), (1, 2, 1.75, None)]
-
-
 def test_what_is_no_log_is_refused_with_what_is_read(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing of a training\n")
     (tmp_path / "data.csv").write_text("step,price\n1,2.0\n")

@@ -35,7 +35,6 @@ def lost(noticed):
         ("log.jsonl", LINES, len(" 2.0}\n")),
         ("out.log", MEGATRON, MEGATRON[::-1].index("0") + 1),
         ("out.log", DEEPSPEED, len("9)]\n")),
-        ("Train_Samples_train_loss.csv", "step,x\n16,2.0\n32,12.0\n", len("2.0\n")),
     ],
 )
 def test_a_last_line_that_nothing_ends_is_no_row(tmp_path, monkeypatch, name, whole, cut):

@@ -58,6 +58,8 @@ def test_above_900_kb_it_ends_between_two_findings_with_a_line_that_says_so():
         ("give it logits.float(), and x.sum().", "give it `logits.float()`, and `x.sum()`."),
         ("(as f(x)) or f(x), (see f(x)).", "(as `f(x)`) or `f(x)`, (see `f(x)`)."),
         ("(a.b), a.b?!", "`(a.b)`, `a.b`?!"),
+        ("sizes [16, 8], betas=(0.9, 0.95)", "sizes `[16, 8]`, `betas=(0.9, 0.95)`"),
+        ("{'a': [1, 2]} (see [3]", "`{'a': [1, 2]}` (see `[3]`"),
         ("a|b", "<code>a&#124;b</code>"),
         ("@me #1 GH-2", "`@me` `#1` `GH-2`"),
         ("deadbee is no word, and 12345678 no number", "`deadbee` is no word, and `12345678` no number"),

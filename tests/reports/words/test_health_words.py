@@ -41,6 +41,10 @@ def test_a_run_in_a_line():
         "steps 0 to 2 (2 steps logged), bf16, loss 3 to 1.5, ended without a final record (killed or crashed), "
         "1 line lost"
     )
+    lost = replace(RUN, axis=HealthAxis(first=(0, 7, 9), last=(6, 8, 10)), curves=(replace(LOSS, middle=(3.0, None)),))
+    assert outline_sections.run_line(lost).endswith("loss 3 to 3, then not finite since step 7")
+    never = replace(lost, curves=(replace(LOSS, middle=(None, None), nonfinite=(1, 2)),))
+    assert outline_sections.run_line(never).endswith(", loss not finite since step 0")
     assert outline_sections.run_line(replace(RUN, ending="ended", exit_code=3)).endswith("ended with exit code 3")
     assert outline_sections.health_title(replace(RUN, optimizer="critic")) == "run small, optimizer critic (logs/small)"
     assert outline_sections.health_title(replace(RUN, optimizer="optimizer2")) == "run small, optimizer2 (logs/small)"
@@ -67,7 +71,7 @@ def test_markdown_has_the_run_and_its_command_and_no_markup_of_a_name():
     look = LookMark(step=2, verdict="sick", says="An op overflows.", bundle="b", command="ampdoctor bisect-nan b")
     run = replace(RUN, name="<b>&", curves=(LOSS,), looks=(look,), skipped=1, skip_share=0.5)
     text = render_markdown(Report(command="health", target={}, verdict="healthy", health=HealthSection(runs=(run,))))
-    assert "#### run `<b>&` " in text  # a code span, in which nothing is markup
+    assert "\nrun `<b>&` " in text  # a code span, in which nothing is markup
     assert "- **skipped**: 1 step (50.00%)" in text
     assert "- **not finite**: the loss of 2 steps" in text
     assert "```console\nampdoctor bisect-nan b\n```" in text
