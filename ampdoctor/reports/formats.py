@@ -27,6 +27,7 @@ class RenderOptions:
     color: Color = "auto"  # auto: colour on a terminal, as `NO_COLOR`, `FORCE_COLOR` and `TERM=dumb` say
     quiet: bool = False  # only findings, and what could not be examined
     verbose: int = 0  # from 1 on: everything in full, as in `render_human`
+    made_at: float | None = None  # when the report was made, in seconds since 1970; None where that is not known
 
     def draw(self, show: Callable[[Console], None]) -> str:
         """Return what `show` prints to a console like this one."""
