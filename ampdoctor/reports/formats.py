@@ -1,4 +1,4 @@
-"""The forms of a report, by their name in `--format`; one renderer a file."""
+"""The forms of a report, by their name in `--format`."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ Renderer: TypeAlias = Callable[[Report, RenderOptions], str]
 FORMATS: Mapping[str, str] = {
     "human": "human.render",
     "json": "json_report.render_json",
-    "jsonl": "jsonl.render_jsonl",
-    "markdown": "markdown.render_markdown",
+    "jsonl": "json_report.render_jsonl",
+    "markdown": "github.render_markdown",
     "github": "github.render_github",
     "junit": "junit.render_junit",
     "sarif": "sarif.render_sarif",
