@@ -169,7 +169,7 @@ ampdoctor.lanes = (() => {
 
   function xAxis(more = {}) {
     const [low, high] = ampdoctor.health.extent();
-    return ampdoctor.chart.axis({ type: "value", min: low, max: high, splitLine: { show: false }, splitNumber: ampdoctor.narrow() ? 3 : 8,
+    return ampdoctor.chart.axis({ type: "value", min: low, max: high, splitLine: { show: false }, axisLine: { onZero: false, lineStyle: { color: ampdoctor.color("line") } }, splitNumber: ampdoctor.narrow() ? 3 : 8,
       axisLabel: { formatter: ampdoctor.health.counted, hideOverlap: true, fontSize: 11, showMinLabel: true, alignMinLabel: "left", alignMaxLabel: "right" }, ...more });
   }
 
