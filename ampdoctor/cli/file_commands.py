@@ -220,8 +220,7 @@ def merge(
     """
 
     def work(_: Progress | None, __: SetAside) -> Report:
-        from ampdoctor.reports.merge import merge_reports
-        from ampdoctor.reports.read_json import report_from_text
+        from ampdoctor.reports.read_json import merge_reports, report_from_text
 
         read = []
         for file in reports:

@@ -125,14 +125,16 @@ def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
             find(read).open().close()
 
 
-def deliver(report: Report, places: Iterable[Destination], options: OutputOptions) -> None:
+def deliver(
+    report: Report, places: Iterable[Destination], options: OutputOptions, *, made_at: float | None = None
+) -> None:
     """Render and write the report to all places; the first error is raised after all places were tried."""
     failed: Exception | None = None
     for place in places:
         try:
             stream = report_stream() if place.file == STDOUT else None
             seen = canvas(stream, color=options.color, quiet=options.quiet, verbose=options.verbose)
-            text = renderer(place.format)(report, seen)
+            text = renderer(place.format)(report, replace(seen, made_at=made_at))
             if place.append:
                 with Path(place.file).open("a", encoding="utf-8", errors="backslashreplace") as summary:
                     summary.write(f"\n{text}")

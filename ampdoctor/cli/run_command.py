@@ -10,6 +10,7 @@ import contextlib
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -182,7 +183,7 @@ def run_command(
     report = replace(report, gate=_gate(gates))
     outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
     chosen = wanted(report, places)
-    deliver(report, chosen, output)
+    deliver(report, chosen, output, made_at=None if command == _SHOWING_AGAIN else time.time())
     if rank and chosen and not output.quiet:
         note(f"ampdoctor: rank {rank}: the report is in {chosen[0].file}")
     return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))

@@ -1,4 +1,4 @@
-"""The forms of a report, by their name in `--format`; one renderer a file."""
+"""The forms of a report, by their name in `--format`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class RenderOptions:
     color: Color = "auto"  # auto: colour on a terminal, as `NO_COLOR`, `FORCE_COLOR` and `TERM=dumb` say
     quiet: bool = False  # only findings, and what could not be examined
     verbose: int = 0  # from 1 on: everything in full, as in `render_human`
+    made_at: float | None = None  # when the report was made, in seconds since 1970; None where that is not known
 
     def draw(self, show: Callable[[Console], None]) -> str:
         """Return what `show` prints to a console like this one."""
@@ -72,8 +73,8 @@ Renderer: TypeAlias = Callable[[Report, RenderOptions], str]
 FORMATS: Mapping[str, str] = {
     "human": "human.render",
     "json": "json_report.render_json",
-    "jsonl": "jsonl.render_jsonl",
-    "markdown": "markdown.render_markdown",
+    "jsonl": "json_report.render_jsonl",
+    "markdown": "github.render_markdown",
     "github": "github.render_github",
     "junit": "junit.render_junit",
     "sarif": "sarif.render_sarif",

@@ -1,19 +1,26 @@
-"""The renderer of GitHub annotations: workflow commands that a step prints (`::error file=...,line=...::...`).
+"""Two renderers for GitHub: annotations, and Markdown for step summaries and comments.
 
-GitHub shows ten annotations of a kind for a step and silently drops the others, so at most ten are made, the worst
-first, and the last one says how many more there are. One more line, which is no command, gives the verdict for readers
-of the log. Escapes: docs.github.com, "Workflow commands", as the runner decodes them (ActionCommand.cs).
+Annotations are workflow commands that a step prints (`::error file=...,line=...::...`). GitHub shows ten of a kind for
+a step and silently drops the others, so at most ten are made, the worst first, and the last one says how many more
+there are. One more line, which is no command, gives the verdict for readers of the log. Escapes: docs.github.com,
+"Workflow commands", as the runner decodes them (ActionCommand.cs).
+
+GitHub drops a step's summary above 1 MiB, so the Markdown ends at 900 kB, between two blocks or rows, with a line that
+says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import text as words
-from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.blocks import Block, Code, Fold, Heading, Line, Pairs, Table, Text, without_empty
+from ampdoctor.reports.escape import code, fence, header, prose, row, sanitise
 from ampdoctor.reports.formats import RenderOptions
+from ampdoctor.reports.outline import outline
 from ampdoctor.reports.text import Location, in_repository, location_of, target_file
 
 MAX_ANNOTATIONS = 10
@@ -60,3 +67,74 @@ def _data(text: str) -> str:
 
 def _property(text: str) -> str:
     return _data(sanitise(text)).replace(":", "%3A").replace(",", "%2C")
+
+
+# -- Markdown --
+
+MAX_BYTES = 900_000
+_TRUNCATED = "\n**Truncated here: the rest is more than GitHub shows; `--report json=FILE` has all of it.**\n"
+_END = "\n</details>\n"
+_LIST_MARK = re.compile(r"(?:[-=+*]|\d+[.)])(?= |$)")
+"""What makes a list of a paragraph that begins with it."""
+
+
+def render_markdown(report: Report, _: RenderOptions | None = None) -> str:
+    """Return the report as GitHub-flavoured Markdown of at most 900 kB."""
+    said = outline(report)
+    room = MAX_BYTES - len(_TRUNCATED)
+    kept: list[str] = []
+    depth = 0
+    for piece, after in _pieces([*said.head, said.next, *said.findings, *without_empty(said.sections)], 0):
+        room -= len(piece.encode())
+        if room < len(_END) * max(depth, after):
+            return "".join([*kept, _END * depth, _TRUNCATED])
+        kept.append(piece)
+        depth = after
+    return "".join(kept)
+
+
+def _pieces(blocks: Sequence[Block], depth: int) -> Iterator[tuple[str, int]]:
+    """Yield parts between which the text may end, each with the number of folds that are open behind it."""
+    for block in blocks:
+        match block:
+            case Heading():
+                yield f"\n{'#' * (block.level + 1)} {prose(block.text)}\n", depth
+            case Text():
+                yield f"\n{_paragraph(block)}\n", depth
+            case Pairs():
+                for index, (label, line) in enumerate(block.rows):
+                    named = f"**{prose(label.strip())}**: " if label.strip() else ""
+                    yield f"{'' if index else chr(10)}- {named}{_line(line) if named else _paragraph(line)}\n", depth
+            case Table():
+                head = "\n" + header(*map(prose, block.head))
+                for cells in block.rows:  # the head comes with the first row
+                    yield head + row(map(_line, cells)), depth
+                    head = ""
+            case Code():
+                title = f"\n{_paragraph(f'{block.title}:')}\n" if block.title else ""
+                yield f"{title}\n{fence(block.lines, block.language)}\n", depth
+            case Fold():
+                summary = _line(block.title, html=True)
+                yield f"\n<details{' open' if block.open else ''}><summary>{summary}</summary>\n", depth + 1
+                yield from _pieces(without_empty(block.blocks), depth + 1)
+                yield _END, depth
+
+
+def _paragraph(line: Line) -> str:
+    text = line if isinstance(line, str) else line.text
+    mark = _LIST_MARK.match(text)
+    if mark is None or (isinstance(line, Text) and line.label):
+        return _line(line)
+    marks = "**" if isinstance(line, Text) and line.style == "strong" else ""
+    return f"{marks}{code(mark[0])}{prose(text[mark.end() :].rstrip())}{marks}"
+
+
+def _line(line: Line, *, html: bool = False) -> str:
+    if isinstance(line, str):
+        return prose(line, html=html)
+    marks = ("<strong>", "</strong>") if html else ("**", "**")
+    if line.label:
+        label = f"{marks[0]}{prose(line.label.strip(), html=html)}{marks[1]}"
+        return f"{label} {prose(line.text, html=html)}" if line.text else label
+    said = prose(line.text.strip(), html=html)
+    return f"{marks[0]}{said}{marks[1]}" if line.style == "strong" and said else said

@@ -14,22 +14,26 @@ import base64
 import hashlib
 import json
 import math
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
-from itertools import chain
+from pathlib import PurePosixPath
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ampdoctor.evidence.json_records import to_plain
+from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.evidence.report_health import HealthRun, HealthSection
-from ampdoctor.reports.blocks import Block, Heading, Text
+from ampdoctor.reports.blocks import Block, Fold, Heading, Text
 from ampdoctor.reports.escape import sanitise, sanitise_lines, shortened
 from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.json_report import report_as_dict
@@ -40,14 +44,14 @@ from ampdoctor.reports.outline import outline
 # Three runs of 2,000 spans and six maps of 200 tensors are 700,000 numbers. As text they would be most of the page's
 # size; as float32 in base64 each takes five characters and keeps seven digits.
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # names of the runs where there is only room for one letter
-_LARGEST, _LEAST = 3.4e38, 1.2e-38  # the range of float32's normal numbers; a column with others is packed as float64
+_FLOAT32 = 1.2e-38, 3.4e38  # its normal numbers; a column with others is packed as float64
 _SHOWN_BY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "forward": (("activation", "parameter"), "log2_headroom"),
     "backward": (("gradient", "activation_gradient"), "norm"),
     "optimizer": (("parameter", "gradient"), "norm"),
 }
 """For each phase, the roles whose maps may show a finding, and the map for a finding whose evidence names none."""
+_TIME_OF_FOLDER = re.compile(r"^\d{8}-\d{6}-(?=.)")  # how `ampdoctor run` begins the name of a log's folder
 _PACKED = frozenset({"axis", "curves", "maps"})
 
 
@@ -105,16 +109,11 @@ def _map_of(finding: Finding, runs: Sequence[HealthRun]) -> tuple[int, int, int]
     return None if best is None else best[1]
 
 
-def letter(index: int) -> str:
-    """Return the letter of a run, or its number after Z."""
-    return LETTERS[index] if index < len(LETTERS) else str(index + 1)
-
-
 def _run(run: HealthRun, index: int) -> dict[str, Any]:
     axis = run.axis
     return {
         **{name: to_plain(getattr(run, name)) for name in run.__dataclass_fields__ if name not in _PACKED},
-        "letter": letter(index),
+        "letter": chr(ord("A") + index) if index < 26 else str(index + 1),  # for where there is little room
         "axis": {
             **({"first": exactly(axis.first)} if axis.first != axis.last else {}),
             "last": exactly(axis.last),
@@ -142,7 +141,8 @@ def packed(values: Iterable[float | None]) -> dict[str, str]:
     """Return numbers as float32 in base64, or as float64 where one does not fit. Missing values are NaN."""
     # A value that is itself NaN becomes infinite: it is known, and it is not finite
     known = [math.nan if v is None else math.inf if math.isnan(v) else float(v) for v in values]
-    beyond = any((abs(v) > _LARGEST and not math.isinf(v)) or 0.0 < abs(v) < _LEAST for v in known)
+    least, most = _FLOAT32
+    beyond = any((abs(v) > most and not math.isinf(v)) or 0.0 < abs(v) < least for v in known)
     return _base64("d" if beyond else "f", known)
 
 
@@ -156,45 +156,52 @@ def _base64(kind: str, values: list[float]) -> dict[str, str]:
 
 
 _CHARTS = "vendor/echarts.min.js"
-_SCRIPTS: Mapping[str, tuple[str, ...]] = {  # by section, in the order of their dependencies
-    "": ("core.js", "table.js", "chart.js", "tensors.js"),
+_SCRIPTS: Mapping[str, tuple[str, ...]] = {  # by section of the data, in the order of their dependencies
     "profile": ("histogram.js", "ranges.js", "heatmap.js", "headroom.js"),
     **{name: (f"{name}.js",) for name in ("scaler", "path", "proof", "trend")},
     "health": ("health.js", *(f"health_{part}.js" for part in ("lanes", "strip", "maps", "alerts"))),
+    **dict.fromkeys(("change", "structure", "tensors"), ("tensors.js",)),
 }
-_DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
-"""The sections that scripts draw."""
-_DRAWN = ("profile", "path", "proof", "trend", "health")  # the sections that need the plotting library
+_TABLES_ONLY = frozenset({"change", "structure", "tensors"})  # sections that need no plotting library
 _BESIDE = {"health": "health", "path": "path", "profile": "ranges"}  # the chart beside the verdict, by section
-_LARGEST = sys.float_info.max  # JSON has no infinity, which is the spacing of a single number
-_SITE = ("name", "module", "kind", "part", "half", "amax")  # beside its histogram, what views draw of a place
+_COMMENTS = re.compile(r"(?m)^[ \t]*(?:/\*(?:[^*]|\*(?!/))*\*/[ \t]*|//.*)$")
+_SITE = ("name", "module", "kind", "half", "amax")  # beside its histogram, what views draw of a place
+_SHARES = ("flushed", "subnormal", "overflowed")
 _FITTED = ("e4m3fn", "e5m2")  # the scripts work out the other formats from the histogram
+_DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 
-def render_html(report: Report, _: RenderOptions | None = None) -> str:
-    """Return the report as one HTML page; the same report gives the same bytes."""
+def render_html(report: Report, options: RenderOptions | None = None) -> str:
+    """Return the report as one HTML page; the same report and options give the same bytes."""
     shown = report_as_dict(replace(report, health=None))  # only the scripts get its numbers, packed
     data = _data(shown)
+    if report.health:
+        data["health"] = health_data(report.health, report.findings)
+    drawn = not _TABLES_ONLY.issuperset(data)
+    needed = dict.fromkeys(name for section in _SCRIPTS if section in data for name in _SCRIPTS[section])
+    scripts = [_file(_CHARTS)] if drawn else []
+    scripts += [_ours(name) for name in ("core.js", *(("table.js", "chart.js") if data else ()), *needed, "start.js")]
+    style = _ours("report.css")
+    if "profile" in data:
+        data["formats"] = json.loads(_file("formats.json"))
     if report.findings:
         first = report.findings[0]
         place = {"module": first.where.module, "tensor": first.where.tensor}
         data["about"] = {"cause": first.cause, "name": first.name, **place}
-    if report.health:
-        data["health"] = health_data(report.health, report.findings)
-    drawn = any(data.get(name) for name in _DRAWN) or _trajectory(shown) is not None
-    scripts = [_file(_CHARTS)] if drawn else []
-    needed = chain.from_iterable(names for section, names in _SCRIPTS.items() if not section or data.get(section))
-    scripts += [_file(name) for name in (*needed, "start.js")]
-    style = _file("report.css")
     said = outline(report)
+    about, date = title(report, None if options is None else options.made_at)
     return (
         environment()
         .get_template("page.html.j2")
         .render(
+            about=about,
+            date=date,
             said=said,
+            head=[block for block in said.head[1:] if not isinstance(block, Fold)],
+            folded=[block for block in said.head if isinstance(block, Fold)],
             sections=_by_section(said.sections),
             verdict=report.verdict,
-            beside=next((view for section, view in _BESIDE.items() if data.get(section)), ""),
+            beside=next((view for section, view in _BESIDE.items() if section in data), ""),
             version=shown["tool"]["version"],
             drawn=drawn,
             json=Markup(inert_json(data)),  # noqa: S704 - has no character that HTML gives a meaning to
@@ -203,6 +210,23 @@ def render_html(report: Report, _: RenderOptions | None = None) -> str:
             policy=_policy(scripts, style),
         )
     )
+
+
+def title(report: Report, made_at: float | None) -> tuple[str, str]:
+    """Return command with subject, and the date: of the log's last line, else of the report; "" where it is unknown."""
+    target, runs, date = report.target, report.health.runs if report.health else (), ""
+    factory = (target.get("factory") or "").partition(":")[0]
+    about = target.get("location") or target.get("path") or target.get("profile") or factory
+    name = PurePosixPath(posix(str(about))).name
+    if report.plan:
+        name = f"{report.plan.global_batch:,} samples a step"
+    if runs:
+        name = _TIME_OF_FOLDER.sub("", runs[0].name) + (f" and {len(runs) - 1} more" if len(runs) > 1 else "")
+        made_at = next((ms / 1000 for ms in reversed(runs[0].axis.time_ms or ()) if ms is not None), made_at)
+    if made_at is not None:
+        with suppress(ValueError, OverflowError, OSError):  # a log may say anything
+            date = f"{datetime.fromtimestamp(made_at, UTC):%Y-%m-%d %H:%M UTC}"
+    return f"{report.command} of {name}" if name else report.command, date
 
 
 def _by_section(blocks: Sequence[Block]) -> list[tuple[Heading, list[Block]]]:
@@ -241,33 +265,48 @@ def inert_json(value: Any) -> str:
 
 
 def _data(shown: Mapping[str, Any]) -> dict[str, Any]:
-    data = {name: shown[name] for name in _DATA if shown[name]}
+    """Return what the scripts draw, by section."""
+    data = {name: shown[name] for name in _SCRIPTS if shown.get(name)}
     if "scaler" in data:
-        data["scaler"] = {"trajectory": _trajectory(shown), "horizon": data["scaler"].get("horizon")}
+        scaler = data.pop("scaler")
+        if scaler.get("trajectory"):
+            data["scaler"] = {"trajectory": scaler["trajectory"], "horizon": scaler.get("horizon")}
     if "profile" in data:
         profile = data["profile"]
-        sites = [_site(site) for site in profile.get("sites") or ()]
+        sites = [_site(site) for site in profile.get("sites") or () if (site.get("histogram") or {}).get("bins")]
         data["profile"] = {"sites": sites, **{k: profile.get(k) for k in ("loss_scale", "recommended_scale")}}
-        data["formats"] = json.loads(_file("formats.json"))
     return data
 
 
 def _site(site: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a place and its histogram, as `histogram.js` reads it; most bins between first and last are occupied."""
     formats = {name: it for name, it in (site.get("formats") or {}).items() if name in _FITTED}
-    made = {**{k: site.get(k) for k in _SITE}, "formats": formats, "histogram": {}}
-    histogram = site.get("histogram") or {}
-    if histogram.get("bins"):  # most bins between the first and the last are occupied
-        counts = dict(zip(histogram["bins"], histogram["counts"], strict=True))
-        known = {name: histogram[name] for name in ("amin", "amax", "min_spacing")}
-        numbers = {name: None if said is None else min(float.fromhex(said), _LARGEST) for name, said in known.items()}
-        first, bits = min(counts), histogram["significand_bits"]
-        in_a_row = [counts.get(at, 0) for at in range(first, max(counts) + 1)]
-        made["histogram"] = {**numbers, "first": first, "counts": in_a_row, "significand_bits": bits}
-    return made
+    fitted = {name: [_rounded(it.get(key)) for key in _SHARES] for name, it in formats.items()}
+    histogram = site["histogram"]
+    counts = dict(zip(histogram["bins"], histogram["counts"], strict=True))
+    spacing = min(float.fromhex(histogram["min_spacing"]), sys.float_info.max)  # that of a single number is infinite
+    numbers = [
+        min(counts),
+        *(min(float.fromhex(histogram[end] or "inf"), sys.float_info.max) for end in ("amin", "amax")),
+    ]
+    in_a_row = "".join(_digits(counts.get(at, 0)) for at in range(min(counts), max(counts) + 1))
+    known = {key: site[key] for key in _SITE if site.get(key)} | (
+        {"input": True} if site.get("part") == "input" else {}
+    )
+    exponent = math.frexp(spacing)[1] - 1
+    return {**known, "fitted": fitted, "histogram": [*numbers, histogram["significand_bits"], exponent, in_a_row]}
 
 
-def _trajectory(shown: Mapping[str, Any]) -> Any:
-    return (shown["scaler"] or {}).get("trajectory")
+def _rounded(share: Any) -> Any:
+    return round(share, 6) or share if isinstance(share, float) else share  # a small share is not none
+
+
+def _digits(count: int) -> str:
+    """Return a count by five bits a letter, the low ones first; a letter after which more follow has the sixth."""
+    digits = ""
+    while count > 31:
+        digits, count = digits + _DIGITS[32 | (count & 31)], count >> 5
+    return digits + _DIGITS[count]
 
 
 def _policy(scripts: Sequence[str], style: str) -> str:
@@ -282,6 +321,12 @@ def _hash(text: str) -> str:
 @cache
 def _file(name: str) -> str:
     return files("ampdoctor.reports").joinpath(f"html/{name}").read_text(encoding="utf-8")
+
+
+@cache
+def _ours(name: str) -> str:
+    """Return a file of ours without comments and indentation, a sixth of its size."""
+    return "\n".join(line for kept in _COMMENTS.sub("", _file(name)).splitlines() if (line := kept.strip()))
 
 
 def _inert(value: Any) -> Any:

@@ -1,7 +1,9 @@
-"""The JSON renderer: strict JSON with sorted keys; the same report gives the same bytes.
+"""The JSON renderers: strict JSON with sorted keys, whole or a line an object; the same report gives the same bytes.
 
-`report.schema.json` beside this file defines the form; a change that breaks readers raises `SCHEMA_VERSION`. The
-docstrings of the `Of...` classes are the schema's descriptions.
+`report.schema.json` and `report-line.schema.json` beside this file define the forms; a change that breaks readers
+raises `SCHEMA_VERSION`. The docstrings of the `Of...` classes are the schema's descriptions. Of JSON lines, the first
+is a `report` with everything but the lists, then comes a line for each of their entries, and last a `summary` that
+counts them: a stream without it has been cut. `read_json` reads both.
 """
 
 from __future__ import annotations
@@ -19,10 +21,32 @@ from ampdoctor.package import version
 from ampdoctor.reports.fix_code import Code, TrainingContext, code_of, setting_of
 from ampdoctor.reports.formats import RenderOptions
 
+HEADER, SUMMARY = "report", "summary"  # types of the first and of the last line
+LISTS: Mapping[str, str] = {
+    "finding": "findings",
+    "suppressed": "suppressed",
+    "check": "checks",
+    "skipped": "skipped",
+    "error": "errors",
+    "tensor": "tensors",
+}
+"""The type of a line, and the list of the JSON report that it belongs to, in the order of the lines."""
+
 
 def render_json(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as JSON text (ASCII, two spaces of indent, a newline at the end)."""
     return strict_json(report_as_dict(report))
+
+
+def render_jsonl(report: Report, _: RenderOptions | None = None) -> str:
+    """Return the report as JSON lines (ASCII, keys sorted)."""
+    header = report_as_dict(report)
+    lists = {key: header.pop(key) for key in LISTS.values()}
+    lines = [{"type": HEADER, **header}]
+    lines += [{"type": kind, **entry} for kind, key in LISTS.items() for entry in lists[key] or ()]
+    counts = {key: None if entries is None else len(entries) for key, entries in lists.items()}
+    lines.append({"type": SUMMARY, "verdict": report.verdict, "complete": report.complete, **counts})
+    return "".join(strict_json_line(line) for line in lines)
 
 
 def strict_json(value: Any) -> str:

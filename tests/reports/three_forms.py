@@ -29,6 +29,8 @@ def texts(blocks, form):
     """Yield what blocks say; of rows that a script of the page shows, the parts of the name, which its data has."""
     for block in blocks:
         match block:
+            case Heading(level=1) if form == "html":  # its title is another one; what was examined is said in a fold
+                yield from re.split(r", (?:step )?| \(measured from |\)$", block.text.partition(": ")[2])
             case Heading():
                 yield block.text
             case Text():

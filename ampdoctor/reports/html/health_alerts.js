@@ -21,7 +21,7 @@ ampdoctor.alerts = (() => {
       const run = runs[alert.run], [low, high] = ampdoctor.health.extent(), at = ampdoctor.health.place(run, alert.step);
       buttons.forEach((button, index) => button.setAttribute("aria-pressed", String(alerts[index] === alert)));
       const finding = element("a", { href: `#finding-${alert.finding}` }, `${alert.code}: the finding`);  // a browser opens what it is folded into
-      said.replaceChildren(`At ${step(alert)}: ${alert.message} `, finding);
+      said.replaceChildren(`${alert.message} `, finding);
       said.hidden = false;
       if (at === null) return;
       ampdoctor.health.zoom(at - AROUND * (high - low), at + AROUND * (high - low));

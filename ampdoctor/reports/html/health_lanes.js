@@ -169,7 +169,7 @@ ampdoctor.lanes = (() => {
 
   function xAxis(more = {}) {
     const [low, high] = ampdoctor.health.extent();
-    return ampdoctor.chart.axis({ type: "value", min: low, max: high, splitLine: { show: false }, splitNumber: ampdoctor.narrow() ? 3 : 8,
+    return ampdoctor.chart.axis({ type: "value", min: low, max: high, splitLine: { show: false }, axisLine: { onZero: false, lineStyle: { color: ampdoctor.color("line") } }, splitNumber: ampdoctor.narrow() ? 3 : 8,
       axisLabel: { formatter: ampdoctor.health.counted, hideOverlap: true, fontSize: 11, showMinLabel: true, alignMinLabel: "left", alignMaxLabel: "right" }, ...more });
   }
 
@@ -217,7 +217,7 @@ ampdoctor.lanes = (() => {
       const known = runs.filter((run) => Object.keys(one.curves).some((name) => curveOf(run, name)));
       if (!known.length || (wanted && !wanted.includes(one.id))) continue;
       const number = inANumber(one, known);
-      if (number === null) panel(host, one);
+      if (number === null) panel(host, one, wanted ? 190 : 132);
       else numbers.append(element("dt", {}, one.title), element("dd", {}, number));
     }
     if (numbers.children.length) host.append(numbers);
@@ -241,14 +241,14 @@ ampdoctor.lanes = (() => {
     return said.join("; ");
   }
 
-  function panel(host, spec) {
+  function panel(host, spec, tall) {
     const { readout, drawing } = lane(host, spec.id);
     const parts = () => shown().flatMap((run) => Object.keys(spec.curves).map((name, role) => ({ run, name, role, curve: curveOf(run, name) })))
       .filter(({ curve, run }) => curve && places(run).length);
     const chart = onAxis(drawing, {
       label: `${spec.title} over ${ampdoctor.health.AXES[view.axis][2].toLowerCase()}`,
       title: titled(spec.title, spec.about),
-      height: () => 132,
+      height: () => tall,
       option: (width) => ({ ...again(width), xAxis: xAxis(), grid: { ...margins(width), top: 8, bottom: 22, outerBoundsMode: "none" },
         tooltip: { show: false }, series: series(scaleOf(spec)) }),
       again,

@@ -68,8 +68,8 @@ ampdoctor.strip = (() => {
   function toolbar(host) {
     const { AXES, axes, look, zoom, reset, counted, extent, swatch } = ampdoctor.health;
     const bar = element("div", { class: "health-controls" });
-    const tools = element("div", { class: "tools" }), whole = element("div", { class: "tools" });
-    if (axes.length > 1) whole.append(ampdoctor.choice("Axis", axes.map((name) => [name, AXES[name][2]]), (name) => look(() => { view.axis = name; }), view.axis));
+    const tools = element("div", { class: "tools" });
+    if (axes.length > 1) tools.append(ampdoctor.choice("Axis", axes.map((name) => [name, AXES[name][2]]), (name) => look(() => { view.axis = name; }), view.axis));
     const from = element("input", { type: "text", inputmode: "numeric", class: "place", change: () => typed() });
     const to = element("input", { type: "text", inputmode: "numeric", class: "place", change: () => typed() });
     tools.append(ampdoctor.field("From", from), ampdoctor.field("To", to));
@@ -86,9 +86,8 @@ ampdoctor.strip = (() => {
       ampdoctor.health.readAt(view.from + (cursor.valueAsNumber / 1000) * (view.to - view.from)); } });
     const said = element("output", {});
     tools.append(ampdoctor.field("Read at", cursor, { grow: true, beside: said }));
-    whole.append(element("details", { class: "menu" }, element("summary", {}, "Zoom and read by numbers"), element("div", { class: "controls" }, tools)),
-      element("p", { class: "muted" }, "Drag over a chart to zoom, or scroll: over the flags, or over a curve with Ctrl. A double click shows the whole run."));
-    bar.append(whole);
+    bar.append(element("details", { class: "menu" }, element("summary", {}, "Axis, zoom and values"), element("div", { class: "controls" }, tools)),
+      element("p", { class: "muted by-mouse" }, "Drag over a chart to zoom, or scroll: over the flags, or over a curve with Ctrl. A double click shows the whole run."));
     if (runs.length > 1) {
       const boxes = runs.map((run) => {
         const box = ampdoctor.checkbox(` ${run.letter} ${run.name}`, true, (checked) => look(() => (checked ? view.hidden.delete(run.index) : view.hidden.add(run.index))));

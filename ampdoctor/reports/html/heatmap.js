@@ -18,7 +18,7 @@ ampdoctor.heatmap = (() => {
     const fp16 = (name, scale) => ({ name, share: (site) => at(site, "fp16", scale)[measure] });
     const others = [
       { name: "bf16", plain: true, share: (site) => at(site, "bf16", 1)[measure] },
-      ...FITTED.map((name) => ({ name: `${name} *`, share: (site) => site.formats?.[name]?.[measure] ?? null })),
+      ...FITTED.map((name) => ({ name: `${name} *`, share: (site) => site.fitted[name]?.[Object.keys(MEASURES).indexOf(measure)] ?? null })),
     ];
     if (!scaled(kind)) return [{ ...fp16("fp16", 1), now: true }, ...others];
     const run = Number(data.profile.loss_scale);

@@ -9,6 +9,7 @@
 ampdoctor.histogram = (() => {
   const BEYOND_FP32 = 2040;
   const FIRST_BITS = 4;
+  const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
   const word = new Uint32Array(1);
   const float = new Float32Array(word.buffer);
 
@@ -28,32 +29,29 @@ ampdoctor.histogram = (() => {
     return low;
   }
 
-  /** Make a histogram of the page's form ready, whose counts begin at the bin `first`; null where it holds no number. */
-  function read(data) {
-    if (data?.first === undefined) return null;
-    const counts = new Map(data.counts.map((many, index) => [data.first + index, many]).filter(([, many]) => many > 0));
-    return ready({
-      counts,
-      amin: data.amin,
-      amax: data.amax,
-      bits: data.significand_bits,
-      spacing: data.min_spacing,
-    });
+  /** Make a histogram of the page's form ready: [first bin, amin, amax, bits, log2 of the spacing, counts]. A count has
+   *  five bits a letter, the low ones first; a letter after which more follow has the sixth. */
+  function read([first, amin, amax, bits, spacing, letters]) {
+    const counts = new Map();
+    let bin = first, many = 0, unit = 1;
+    for (const letter of letters) {
+      const digit = DIGITS.indexOf(letter);
+      many += (digit & 31) * unit;
+      unit *= 32;
+      if (digit & 32) continue;
+      if (many > 0) counts.set(bin, many);
+      [bin, many, unit] = [bin + 1, 0, 1];
+    }
+    return ready({ counts, amin, amax, bits, spacing: 2 ** spacing });
   }
 
   /** The histogram of all elements of several. */
   function merge(histograms) {
-    const known = histograms.filter((one) => one !== null);
-    if (known.length === 0) return null;
     const counts = new Map();
-    for (const one of known) for (const [bin, many] of one.counts) counts.set(bin, (counts.get(bin) ?? 0) + many);
-    return ready({
-      counts,
-      amin: known.reduce((least, one) => Math.min(least, one.amin), Infinity),
-      amax: known.reduce((most, one) => Math.max(most, one.amax), 0),
-      bits: known.reduce((most, one) => Math.max(most, one.bits), 0),
-      spacing: known.reduce((least, one) => Math.min(least, one.spacing), Infinity),
-    });
+    for (const one of histograms) for (const [bin, many] of one.counts) counts.set(bin, (counts.get(bin) ?? 0) + many);
+    const [amin, spacing] = ["amin", "spacing"].map((name) => Math.min(...histograms.map((one) => one[name])));
+    const [amax, bits] = ["amax", "bits"].map((name) => Math.max(...histograms.map((one) => one[name])));
+    return ready({ counts, amin, amax, bits, spacing });
   }
 
   function ready(histogram) {

@@ -123,7 +123,7 @@ ampdoctor.path = (() => {
     const bottom = Math.floor(Math.min(0, ...known("output_amax"))) - 1;
     const hover = tooltip(({ dataIndex }) => lines(nodes[dataIndex]));
     return {
-      grid: { left: 4, right: 16, top: 16, bottom: 30, containLabel: true },
+      grid: { left: 4, right: 16, top: 28, bottom: 30, containLabel: true },
       tooltip: hover,
       xAxis: axis({ type: "value", min: -0.5, max: nodes.length - 0.5, interval: 1, splitLine: { show: false }, ...ORDER }),
       yAxis: axis({ type: "value", min: bottom, max: top, axisLine: { show: false }, axisLabel: {

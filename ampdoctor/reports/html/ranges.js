@@ -19,7 +19,7 @@ ampdoctor.ranges = (() => {
 
   /** Histograms are as the backward delivered the gradients: a scale that the loss carried by hand is divided out. */
   function handMade(site, read) {
-    if (!scaled(site.kind) || read === null || !site.amax) return 1;
+    if (!scaled(site.kind) || !site.amax) return 1;
     const ratio = read.amax / Number(site.amax);
     const nearest = 2 ** Math.round(Math.log2(ratio));
     return Math.abs(ratio / nearest - 1) < 1e-5 ? nearest : ratio;  // the report rounds to six digits
@@ -28,9 +28,8 @@ ampdoctor.ranges = (() => {
   function load() {
     sites = data.profile.sites.map((site) => {
       const read = histogram.read(site.histogram);
-      const suffix = site.part === "input" ? ".input" : "";
-      return { ...site, read, base: handMade(site, read), label: `${site.name || "model"}${suffix}` };
-    }).filter((site) => site.read !== null);
+      return { ...site, read, base: handMade(site, read), label: `${site.name || "model"}${site.input ? ".input" : ""}` };
+    });
     sites.sort((a, b) => byWords(a.label, b.label));
   }
 
@@ -65,7 +64,7 @@ ampdoctor.ranges = (() => {
     const named = meant();
     state.kind = named?.kind ?? Object.keys(KINDS).find((kind) => sites.some((site) => site.kind === kind));
     state.scale = usable(run) ? run : 1;
-    state.half = named ? named.half : sites.some((site) => site.kind === state.kind && site.half);
+    state.half = named ? Boolean(named.half) : sites.some((site) => site.kind === state.kind && site.half);
     state.site = named ?? worst();
     choice.append(tensors());
     controls.append(fields(run, fits));

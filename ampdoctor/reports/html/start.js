@@ -23,7 +23,8 @@
     ampdoctor.lanes.start(host("lanes-view"));
     host("lanes-view").append(host("maps-view"));  // so that the flags stay in sight over both
     turnTo = ampdoctor.maps.start(host("maps-view"));
-    for (const run of ampdoctor.health.runs) {
+    const { runs } = ampdoctor.health;
+    for (const run of runs.length > 1 ? runs : []) {
       host(`run-${run.index}`)?.prepend(ampdoctor.element("span", { class: "run-key" }, run.letter, ampdoctor.health.swatch(run)), " ");
     }
   }
@@ -38,7 +39,7 @@
     BESIDE[place.dataset.chart](place);
     if (!place.children.length) place.remove();
   }
-  ampdoctor.chart.tables(document.querySelector("nav"));
+  ampdoctor.chart?.tables(document.querySelector("nav"));
   ampdoctor.copyable();
 
   for (const scroller of document.querySelectorAll(".scroll:not(.tall)")) {

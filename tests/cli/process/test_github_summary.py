@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ampdoctor.reports.markdown import render_markdown
+from ampdoctor.reports.github import render_markdown
 from tests.samples import SICK
 
 

@@ -4,15 +4,20 @@ import base64
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 from importlib.resources import files
 
 import pytest
 
+from ampdoctor.evidence.report import Report
 from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.reports import html_report
+from ampdoctor.reports.formats import RenderOptions
 from ampdoctor.reports.html_report import inert_json, render_fragment, render_html
 from ampdoctor.reports.json_report import render_json
+from tests.browser.health_pages import health_report, health_run
 from tests.browser.pages import EVERY_VIEW, HOSTILE, PROFILED
 from tests.samples import EVERY, OVERFLOW, SICK
 
@@ -83,7 +88,7 @@ def test_every_report_is_a_well_formed_page_with_one_title_and_one_heading(name,
     assert page.declaration == "DOCTYPE html"
     assert page.one("html")["attributes"]["lang"] == "en"
     assert page.one("title")["text"] == page.one("h1")["text"]
-    assert page.one("title")["text"].startswith(f"ampdoctor {REPORTS[name].command}")
+    assert page.one("title")["text"].startswith(REPORTS[name].command)
     assert len(page.all("main")) == 1
 
 
@@ -153,11 +158,34 @@ def test_many_findings_of_one_code_are_folded_behind_the_first():
     assert "5 errors" in page.one("header")["text"]
 
 
-def test_the_charts_come_only_where_there_is_something_to_draw(pages):
-    size = len(files("ampdoctor.reports").joinpath("html/vendor/echarts.min.js").read_text())
-    assert len(pages["healthy"]) < 200_000
-    assert len(pages["listed"]) < 200_000
-    assert len(pages["sick"]) > size
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_page_without_the_chart_library_and_the_curves_of_runs_is_below_150_kb(name, pages, parsed):
+    library = HTML.joinpath("vendor/echarts.min.js").read_text()
+    drawn = library in pages[name]
+    data = json.loads(parsed[name].one("script", id="report-data")["text"])
+    assert len(pages[name].replace(library, "")) - len(json.dumps(data.get("health", ""))) < 150_000
+    assert drawn or name not in ("sick", "profiled", "watched")
+    assert not drawn or name not in ("healthy", "listed", "scanned")
+
+
+SECONDS = 1_795_832_003.0
+
+
+@pytest.mark.parametrize(
+    ("report", "made_at", "wanted"),
+    [
+        (EVERY["sick"], SECONDS, "bisect-nan of t5.py, 2026-11-28 02:13 UTC"),
+        (EVERY["sick"], None, "bisect-nan of t5.py"),
+        (EVERY_VIEW["scanned"], SECONDS, "scan of model.safetensors, 2026-11-28 02:13 UTC"),
+        (Report(command="plan", target={}, verdict="healthy"), SECONDS, "plan, 2026-11-28 02:13 UTC"),
+        (health_report(health_run("20261128-021003-train", spans=2)), SECONDS, "health of train, 2026-09-21 14:13 UTC"),
+        (health_report(*[health_run(spans=2)] * 3), None, "health of gpt2-fp16 and 2 more, 2026-09-21 14:13 UTC"),
+        (EVERY["healthy"], math.inf, "scan of model.safetensors"),
+    ],
+)
+def test_the_title_is_command_subject_and_the_date_of_the_log_else_of_the_report(report, made_at, wanted):
+    page = Page(render_html(report, RenderOptions(width=100, made_at=made_at)))
+    assert page.one("title")["text"] == page.one("h1")["text"] == wanted
 
 
 def ours(suffix):
@@ -176,8 +204,9 @@ def test_our_scripts_make_text_and_never_html(path):
 
 def test_every_script_is_in_a_page_and_none_where_it_has_nothing_to_draw(parsed):
     scripts = {name: {e["text"] for e in page.all("script")} for name, page in parsed.items()}
-    assert {path.read_text() for path in ours(".js")} <= set().union(*scripts.values())
-    assert HTML.joinpath("health.js").read_text() not in scripts["profiled"]
+    assert {html_report._ours(path.name) for path in ours(".js")} <= set().union(*scripts.values())
+    assert html_report._ours("health.js") not in scripts["profiled"]
+    assert html_report._ours("chart.js") not in scripts["healthy"]
 
 
 def test_the_formats_of_the_scripts_are_those_of_the_package():
@@ -188,7 +217,7 @@ def test_the_formats_of_the_scripts_are_those_of_the_package():
 
 def test_what_no_view_shows_stays_out_of_the_page(parsed):
     data = json.loads(parsed["profiled"].one("script", id="report-data")["text"])
-    assert data["profile"]["sites"][0].keys().isdisjoint({"amax_by_step", "numel"})
+    assert data["profile"]["sites"][0].keys().isdisjoint({"amax_by_step", "numel", "formats"})
     assert data["scaler"].keys() == {"trajectory", "horizon"}
     assert len(data["profile"]["sites"]) == len(PROFILED.profile["sites"])
 

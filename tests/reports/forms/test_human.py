@@ -9,9 +9,9 @@ from rich.console import Console
 
 from ampdoctor.evidence.report import ErrorNote, Prescription
 from ampdoctor.evidence.report_scaler import ScalerSection
+from ampdoctor.reports.github import render_markdown
 from ampdoctor.reports.html_report import render_html
 from ampdoctor.reports.human import render_human
-from ampdoctor.reports.markdown import render_markdown
 from tests.browser.health_pages import watched
 from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
 

@@ -10,8 +10,7 @@ import pytest
 from referencing import Registry, Resource
 
 import ampdoctor.reports
-from ampdoctor.reports.json_report import report_as_dict, schema
-from ampdoctor.reports.jsonl import LISTS, render_jsonl
+from ampdoctor.reports.json_report import LISTS, render_jsonl, report_as_dict, schema
 from tests.reports.full_sample import full
 from tests.samples import EVERY
 

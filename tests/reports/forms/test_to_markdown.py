@@ -6,7 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from ampdoctor.reports.escape import code, fence, prose
-from ampdoctor.reports.markdown import MAX_BYTES, render_markdown
+from ampdoctor.reports.github import MAX_BYTES, render_markdown
 from tests.reports.full_sample import full
 from tests.samples import OVERFLOW, SICK
 

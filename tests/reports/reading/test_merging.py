@@ -7,8 +7,7 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Suppressed
-from ampdoctor.reports.merge import merge_reports
-from ampdoctor.reports.read_json import report_from_text
+from ampdoctor.reports.read_json import merge_reports, report_from_text
 from ampdoctor.reports.sarif import render_sarif
 from tests.reports.full_sample import full
 from tests.samples import HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW, renderer

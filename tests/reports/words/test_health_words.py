@@ -20,7 +20,7 @@ from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 from ampdoctor.reports import outline_sections
 from ampdoctor.reports import text as words
 from ampdoctor.reports.formats import RenderOptions, renderer
-from ampdoctor.reports.markdown import render_markdown
+from ampdoctor.reports.github import render_markdown
 
 RUN = HealthRun(
     name="small", source="logs/small", format="ampdoctor", steps=3, last_step=2, axis=HealthAxis(first=(), last=())

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import AmpdoctorError, UserCodeError
+from ampdoctor.reports.github import render_markdown
 from ampdoctor.reports.html_report import render_html
 from ampdoctor.reports.human import render_human
 from ampdoctor.reports.json_report import render_json
-from ampdoctor.reports.markdown import render_markdown
 from ampdoctor.workflows.measure import manual_loss_scale
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.requests import ReplayRequest
