@@ -15,6 +15,7 @@ GENERATED = {"cli.md", "rules.md"}
 NOT_PROSE = re.compile(r"^( *)```.*?^ *```$|<!--.*?-->|^#.*?$", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) |\||<)")
 """Between two paragraphs, items of a list, rows of a table, or elements of HTML."""
+CLAUSE = re.compile(r"(?:- )?(?:What|Whatever|Whoever|Whose)\b")
 END = re.compile(r"(?<=[.!?])[\")*]*\s+")
 
 
@@ -39,10 +40,19 @@ def words(sentence):
     return len(re.findall(r"\S*\w\S*", sentence))
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in written_by_hand()])
+PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in written_by_hand()]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_no_sentence_is_too_long(page):
     text = page.read_text(encoding="utf-8")
     assert [sentence for sentence in sentences(text) if words(sentence) > LONGEST] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_sentence_begins_with_a_relative_clause(page):
+    found = [s for s in sentences(page.read_text(encoding="utf-8")) if CLAUSE.match(s) and not s.endswith("?")]
+    assert found == []
 
 
 def test_a_page_falls_into_its_sentences():
