@@ -87,7 +87,7 @@ sinks: $(SINKS)/.installed  ## Run the tests of --export beside the real librari
 		else echo "no promtool here; on Debian: apt-get install prometheus" >&2; exit 1; fi
 	AMPDOCTOR_SINKS=required $(SINKS)/bin/python -m pytest -n 2 --dist worksteal tests/health/sinks tests/docs/test_prometheus.py
 
-versions: $(STAMP)  ## Run ampdoctor on torch 2.6 to the newest, and write the README's table (an hour; 6 GB at a time)
+versions: $(STAMP)  ## Run ampdoctor on torch 2.6 to the newest, and write the table in benchmarks/README.md (an hour; 6 GB at a time)
 	$(BIN)/python benchmarks/versions.py $(TORCH)
 
 docs: $(DOCS)  ## Build the documentation as a site in build/docs, and check its links

@@ -1,4 +1,4 @@
-"""ampdoctor on every torch that people have: one environment after the other, and the table in the README.
+"""ampdoctor on every torch that people have: one environment after the other, and the table in benchmarks/README.md.
 
     python benchmarks/versions.py                     # 2.6 to the newest on the index: about 8 minutes each
     python benchmarks/versions.py 2.10.0 --keep       # one version; its environment stays in .venv-versions
@@ -7,7 +7,7 @@ For each version an environment is made in `.venv-versions` (about 5 GB where th
 installed) and removed afterwards. In it run: the help, the three commands of the demo, whose JSON is held against what
 this interpreter's torch gives, the labelled corpus under CUDA's policy, and the tests of the rooms that know torch
 best. What was measured goes to `versions.json`, where other versions keep what they had, and from there into the
-README's table.
+table.
 Exits 1 if anything fails.
 """
 
@@ -34,7 +34,7 @@ from fixtures.demo.run_demo import acts  # noqa: E402 - from the repository's ro
 VERSIONS = ("2.6.0", "2.8.0", "2.10.0", "2.12.1", "2.13.0", "newest")
 FOLDER = ROOT / ".venv-versions"
 FIGURES = ROOT / "benchmarks" / "versions.json"
-README = ROOT / "README.md"
+README = ROOT / "benchmarks" / "README.md"
 BEGIN, END = "<!-- versions -->\n", "<!-- /versions -->"
 OWN = ("torch", "sympy", "setuptools")
 """Packages that a version of torch asks for in a version of its own: constraints.txt has those of one torch."""

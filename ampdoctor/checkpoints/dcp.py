@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,8 @@ from ampdoctor.checkpoints.dcp_metadata import (
     read_metadata,
 )
 from ampdoctor.checkpoints.dcp_names import sections_of
-from ampdoctor.checkpoints.file_contents import FileContents
 from ampdoctor.checkpoints.files import RegularFile, Window, is_folder, list_folder
 from ampdoctor.checkpoints.gathering import CheckpointBuilder, FolderState, Layout
-from ampdoctor.checkpoints.json_files import parse_json
-from ampdoctor.checkpoints.safetensors_file import SafetensorsContent, read_safetensors
 from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StoredTensor, StridedTensor, unread, unread_dtype
 from ampdoctor.checkpoints.torch_files import read_torch_zip
 from ampdoctor.checkpoints.unpickler import PickledObject
@@ -238,79 +235,7 @@ def _words(shape: tuple[int, ...], dtype: object) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-# -- slices in safetensors, by `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)` --
-#
-# Each rank's file holds its slices under the names of the whole tensors; its metadata say where each slice begins. The
-# size of the whole tensors is not stored, so only the files' numbers show that slices are missing at the end.
-
-SLICES = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
-"""File names of the writer; such a file is read as slices only if its header says so."""
-_WHERE = "DCP_SHARDING_INFO"
-"""The header's metadata key for where each slice begins."""
-
-
-def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> Opened | None:
-    """Join the slices in the files `names` (which match `SLICES`); None if they hold none."""
-    with ExitStack() as opened:
-        files = [opened.enter_context(RegularFile(folder / name, prefix + name)) for name in sorted(names)]
-        contents = [read_safetensors(file) for file in files]
-        if not contents or not all(_WHERE in content.metadata for content in contents):
-            return None
-        pieces: dict[str, dict[Box, StridedTensor]] = {}
-        for content, file in zip(contents, files, strict=True):
-            starts = _starts(content, file.name)
-            for name, stored in content.tensors.items():
-                at = starts.get(name, (0,) * len(stored.shape))
-                if not isinstance(stored, StridedTensor) or len(at) != len(stored.shape):
-                    said = f"it does not say where its slice of {name!r} begins"
-                    raise CheckpointError(f"{file.name} is corrupted: {said}.")
-                pieces.setdefault(name, {}).setdefault((at, stored.shape), stored)  # a rank may save a whole tensor
-        budget = TilingBudget()
-        tensors = {name: _whole(name, slices, budget) for name, slices in pieces.items()}
-        skipped = [one for content in contents for one in content.skipped]
-        sections = FileContents(models={"": tensors}, skipped=skipped, ordered=False)
-        opened.pop_all()
-    return FilePart(files[0], sections, files[0].name, beside=tuple(files[1:])), _missing(names)
-
-
-def _starts(content: SafetensorsContent, file: str) -> dict[str, tuple[int, ...]]:
-    try:
-        table: Any = parse_json(content.metadata[_WHERE].encode(), file, strict=False)
-        starts = {name: entry["saved_offsets"] for name, entry in table.items()}
-    except (ValueError, AttributeError, TypeError, KeyError):
-        raise CheckpointError(f"{file} is corrupted: what it says of its slices is malformed.") from None
-    for name, at in starts.items():
-        if not isinstance(at, list) or not all(type(v) is int and 0 <= v < 2**62 for v in at):
-            raise CheckpointError(f"{file} is corrupted: the place of its slice of {name!r} is malformed.")
-    return {name: tuple(at) for name, at in starts.items()}
-
-
-def _whole(name: str, slices: Mapping[Box, StridedTensor], budget: TilingBudget) -> StoredTensor:
-    first = next(iter(slices.values()))
-    if any(s.dtype != first.dtype or len(s.shape) != len(first.shape) for s in slices.values()):
-        raise CheckpointError(f"the slices of {name!r} have different dtypes or numbers of dimensions; refused.")
-    ends = [[a + n for a, n in zip(at, sizes, strict=True)] for at, sizes in slices]
-    shape = tuple(max(column) for column in zip(*ends, strict=True))
-    wrong = misfit(shape, list(slices), repr(name), budget)
-    if wrong is not None:
-        raise CheckpointError(f"{name!r} cannot be put together from its slices: {wrong}.")
-    if len(slices) == 1 and shape == first.shape:
-        return first
-    shards = [Shard(stored=stored, at=at) for (at, _), stored in slices.items()]
-    solid = [shard for shard in shards if shard.stored.numel] or shards[:1]
-    return JoinedTensor(dtype=first.dtype, shape=shape, shards=tuple(solid))
-
-
-def _missing(names: Sequence[str]) -> list[ErrorNote]:
-    there = {int(match[1]) for name in names if (match := SLICES.fullmatch(name))}
-    absent = (n for n in range(1, max(there, default=0)) if n not in there)  # a name can hold any number
-    return [
-        ErrorNote(what=f"shard {n}", kind="missing", message=f"The file of shard {n} is not there, but later ones are.")
-        for n in itertools.islice(absent, MAX_NOTES)
-    ]
-
-
-# -- the layout: a folder's own checkpoint, those that accelerate puts into inner folders, and slices --
+# -- the layout: a folder's own checkpoint, and those that accelerate puts into inner folders --
 
 _SAVED_APART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Folders where accelerate (and the Trainer through it) puts the model and the optimizer of an FSDP run."""
@@ -322,14 +247,13 @@ _Refusal = tuple[str, CheckpointError]
 
 
 def _claims(name: str) -> bool:
-    return name.endswith((METADATA, _DATA)) or any(p.fullmatch(name) for p in (_SAVED_APART, SLICES))
+    return name.endswith((METADATA, _DATA)) or _SAVED_APART.fullmatch(name) is not None
 
 
 def _read(into: CheckpointBuilder, level: FolderState, names: Sequence[str]) -> None:
     """Open the distributed checkpoints of a folder; refusals are reported after what is missing."""
     folders = ["", *(name for name in names if name in level.listing.folders and _SAVED_APART.fullmatch(name))]
     refused = [_add(into, level, inner, names) for inner in folders]
-    refused.append(_add_slices(into, level, [name for name in names if SLICES.fullmatch(name)]))
     for refusal in filter(None, refused):
         into.refuse(*refusal)
 
@@ -367,19 +291,6 @@ def _add(into: CheckpointBuilder, level: FolderState, inner: str, names: Sequenc
     left = [name for name in data if name not in used and below + name not in told]
     if left:
         into.remarks.append(f"{below}{METADATA} puts nothing into {_some(left)}: not part of this checkpoint")
-    return None
-
-
-def _add_slices(into: CheckpointBuilder, level: FolderState, slices: Sequence[str]) -> _Refusal | None:
-    try:
-        content = read_slices(level.path, slices, level.prefix)
-    except CheckpointError as error:
-        level.taken.update(slices)  # alone, a slice would pass for a whole tensor
-        return level.prefix + slices[0], error
-    if content is not None:
-        level.taken.update(slices)
-        into.parts.append(content[0])
-        into.errors += content[1]
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ from ampdoctor.checkpoints.torch_files import Format, read_torch_legacy, read_to
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_facts import PROFILE_MARK
+
+_SLICES = re.compile(r"(.*/)?shard-\d+-model-\d+-of-\d+\.safetensors")
+"""Files of `HuggingFaceStorageWriter(save_distributed=True)`, if their headers have the key `_SLICED`."""
+_SLICED = "DCP_SHARDING_INFO"
 
 Reader: TypeAlias = Callable[[RegularFile], FileContents]
 
@@ -101,6 +106,9 @@ def read_sections(file: RegularFile, found: Format) -> FileContents:
         content = read_safetensors(file)
         if PROFILE_MARK in content.metadata:
             raise OtherFormatError(f"{file.name} is a saved profile, not a checkpoint; `ampdoctor recommend` reads it.")
+        if _SLICED in content.metadata and _SLICES.fullmatch(file.name):  # alone, a slice would pass for a whole tensor
+            said = "holds slices of tensors, which are not read: save with enable_consolidation=True"
+            raise CheckpointError(f"{file.name} {said}.")
         return FileContents(
             models={"": content.tensors} if content.tensors else {}, skipped=list(content.skipped), ordered=False
         )

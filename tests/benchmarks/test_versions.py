@@ -74,7 +74,7 @@ def test_passed_skipped_and_failed_are_counted(tmp_path):
     assert [name.rpartition("::")[2] for name in counted["failed"]] == ["test_b"]
 
 
-def test_the_readme_shows_what_was_measured_last():
+def test_the_benchmarks_page_shows_what_was_measured_last():
     figures = json.loads(versions.FIGURES.read_text())
     assert versions.table(figures) in versions.README.read_text(encoding="utf-8")
 
