@@ -17,7 +17,7 @@ from ampdoctor.cli.run_command import Action, run_command
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS, Framework
-from ampdoctor.workflows.requests import MOST_UNTIL_SICK, Progress, ReplayRequest, SetAside, Strategy, is_profile
+from ampdoctor.workflows.requests import MOST_UNTIL_SICK, Progress, ReplayRequest, SetAside, is_profile
 
 Targets = Annotated[
     list[str],
@@ -41,13 +41,6 @@ def bisect_nan(
     ],
     replay: ReplayOptions,
     *,
-    strategy: Annotated[
-        Strategy,
-        Option(
-            help="trace: a bad step once more, every op watched. bisect: its layers halved, one probe a replay, each "
-            "ended at its probe."
-        ),
-    ] = "trace",
     compare_steps: Annotated[
         int | None,
         Option(
@@ -102,7 +95,6 @@ def bisect_nan(
         raise UsageError("--fresh-scaler stands in for a checkpoint's scaler: without --checkpoint it is fresh anyway")
     request = replace(
         request,
-        strategy=strategy,
         compare_steps=compared,
         fresh_scaler=fresh_scaler,
         thresholds=thresholds,

@@ -159,8 +159,6 @@ class Run(TypedDict, total=False):
         replays: Steps that were run in all, those that prove a change included.
         bad_step_replays: How often the first bad step was run as a whole, the fp32 reference included; 0 where
             none is bad.
-        partial_replays: Replays that a search by halving ended early; absent where nothing was searched so.
-        strategy: How a bad step was looked into, as it was asked for; a note says where another way was taken.
         deterministic: Whether each step that was run again gave the same values; another call of the factory
             may make another run.
         saved: The file that holds the profile, where it was saved.
@@ -182,8 +180,6 @@ class Run(TypedDict, total=False):
     kept: Kept
     replays: Count
     bad_step_replays: Count
-    partial_replays: Count
-    strategy: Literal["trace", "bisect"]
     deterministic: bool | None
     saved: str
     torch: str

@@ -35,9 +35,8 @@ def headroom_check(
 ) -> Iterator[Check]:
     """Yields one check on `tightest`, of the steps without harm or skip; none if no step was replayed."""
     beside = ""
-    if request.strategy == "bisect" or request.until_sick:
-        option = "--until-sick" if request.until_sick else "--strategy bisect"
-        beside = f"; {option} looks at no layer's output until a step fails"
+    if request.until_sick:
+        beside = "; --until-sick looks at no layer's output until a step fails"
     if tightest is None:
         if outcomes:
             said = f"not measured: no tensor in a half-precision format was looked at in a step without harm{beside}"

@@ -23,14 +23,13 @@ from ampdoctor.workflows.output_files import is_run_log, refuse_of_log
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Policy = Literal["cuda", "native"]
 HalfProducts = Literal["fp32", "plain"]
-Strategy = Literal["trace", "bisect"]
 
 MOST_UNTIL_SICK = 2000
 """Default of `max_steps`: how many steps `until_sick` runs at most."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _OF_THE_RUN = (
     *("app_dir", "batches", "loss", "model", "allow_partial", "steps", "precision"),
-    *("policy", "half_products", "device", "strategy", "compare_steps", "fresh_scaler"),
+    *("policy", "half_products", "device", "compare_steps", "fresh_scaler"),
     *("until_sick", "max_steps", "skip_batches"),
 )
 _OF_THE_ADVICE = ("emit", "target", "precision_matters")
@@ -104,8 +103,6 @@ class ReplayRequest:
         batches: `module:name` of the batches, for a factory that returns a bare `nn.Module`.
         loss: `module:name` of the loss function `(model, batch) -> loss`, for the same factories.
         model: What makes a bundle's model: `train.py:make_model`, `model.py:GPT`, or a file alone.
-        strategy: How `bisect-nan` examines a bad step: `trace` watches each op in one replay, `bisect` halves the order
-            of its layers with one probe per replay.
         compare_steps: How many steps of a run that stays finite `bisect-nan` compares with fp32; None for all.
         until_sick: `bisect-nan` runs until a step is non-finite, with only the cheap check on each step.
         max_steps: Optimizer steps that `until_sick` runs at most; None for `MOST_UNTIL_SICK`.
@@ -138,7 +135,6 @@ class ReplayRequest:
     batches: str | None = None
     loss: str | None = None
     model: str | None = None
-    strategy: Strategy = "trace"
     compare_steps: int | None = None
     until_sick: bool = False
     max_steps: int | None = None
@@ -189,8 +185,6 @@ class ReplayRequest:
             raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
         if self.half_products not in get_args(HalfProducts):
             raise UsageError(f"half products {self.half_products!r} are neither fp32 nor plain")
-        if self.strategy not in get_args(Strategy):
-            raise UsageError(f"strategy {self.strategy!r} is neither trace nor bisect")
         if self.emit is not None and self.emit not in FRAMEWORKS:
             raise UsageError(f"framework {self.emit!r} is none of {', '.join(FRAMEWORKS)}")
         target_named(self.target)

@@ -22,7 +22,7 @@ COMMANDS = ("scan", "health", "bisect-nan", "profile", "recommend", "plan", "mer
 OWN = {"command", "target", "args", "install", "working-directory"}
 """Inputs of the action that are no flags."""
 LEFT_TO_ARGS = {
-    *("help", "output", "verbose", "color", "no-progress", "show-config", "list", "strategy"),
+    *("help", "output", "verbose", "color", "no-progress", "show-config", "list"),
     *("compare-steps", "no-compare", "spill", "fresh-scaler"),
     *("until-sick", "max-steps", "skip-batches", "model"),
     *("follow", "reduction", "tp", "pp", "cp", "to-tp", "to-pp", "to-cp", "device-memory"),
