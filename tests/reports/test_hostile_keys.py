@@ -70,12 +70,6 @@ def test_nothing_in_a_key_acts(form, key, command):
     assert (len(list(commands_in(text))), shape(form, text)) == usual(form, command)
 
 
-def test_every_pair_of_a_form_or_a_key_with_a_command_is_there():
-    cells = [pair.values for pair in PAIRS]
-    for place, values in ((0, FORMATS), (1, NAMES.values())):
-        assert {(cell[place], cell[2]) for cell in cells} == set(itertools.product(values, COMMANDS))
-
-
 @pytest.mark.parametrize("key", [NAMES["surrogates"], NAMES["newlines"]], ids=["surrogates", "newlines"])
 def test_the_exit_code_is_the_same_in_every_form(key, tmp_path, capsysbinary):
     file = tmp_path / "report.json"
