@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.numerics.histogram import Histogram
+from tests.browser import pages
 from tests.browser.conftest import AXE, DESK, PHONE, harmless, wait_until
 from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, PROFILED, RUN_SCALE, SITES
 from tests.samples import UNDERFLOW
@@ -340,3 +341,6 @@ def test_the_charts_open_on_what_the_first_finding_is_about(drawn):
     assert page.get_by_label("Share", exact=True).input_value() == "flushed"
     page = drawn(replace(PROFILED, findings=(replace(gradient, cause="grad_overflow"),)), DESK)
     assert page.get_by_label("Share", exact=True).input_value() == "overflowed"
+    large = {**PROFILED.profile, "sites": [pages.site("large", "activation", 14, part="output")]}
+    page = drawn(replace(PROFILED, findings=(), profile=large), DESK)
+    assert page.get_by_label("Share", exact=True).input_value() == "overflowed", "nothing is flushed"
