@@ -59,17 +59,11 @@ def setting_of(report: Report, finding: Finding | None = None) -> TrainingContex
 def _logged(health: HealthSection, finding: Finding | None) -> TrainingContext:
     """Return the training behind a log, from the look at the finding's step, or else from the last look."""
     where = None if finding is None else finding.where
-    looks = [
-        look
-        for run in health.runs
-        if where is None or where.file in (None, run.source)
-        for look in run.looks
-        if look.device is not None
-    ]
-    here = [look for look in looks if where is not None and look.step == where.step]
+    runs = [run for run in health.runs if where is None or where.file in (None, run.source)]
+    looks = [look for run in runs for look in run.looks if look.device is not None]
     if not looks:
         return TrainingContext()
-    look = (here or looks)[-1]
+    look = max(reversed(looks), key=lambda look: where is not None and look.step == where.step)
     return TrainingContext(
         device="cpu" if look.device == "cpu" else "cuda",
         half=_HALF.get(str(look.precision), "float16"),

@@ -55,15 +55,6 @@ _TIME_OF_FOLDER = re.compile(r"^\d{8}-\d{6}-(?=.)")  # how `ampdoctor run` begin
 _PACKED = frozenset({"axis", "curves", "maps"})
 
 
-def health_data(section: HealthSection, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the data for the scripts."""
-    return {
-        "axis": section.axis,
-        "runs": [_run(run, index) for index, run in enumerate(section.runs)],
-        "alerts": alerts(section, findings),
-    }
-
-
 def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return the findings with a step, in the order of their steps; none without a run.
 
@@ -89,24 +80,19 @@ def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str
 
 
 def _map_of(finding: Finding, runs: Sequence[HealthRun]) -> tuple[int, int, int] | None:
-    """Return the run, map and row that show a finding's subject; None where none does."""
-    # The map is that of a number in the evidence, else the usual one for the phase
+    """Return the run, map and row that show a finding's subject: of a number in the evidence, else the usual one."""
     where = finding.where
     place = where.tensor or where.module
-    measured = [key.removesuffix("_before") for key in finding.evidence]
     roles, usual = _SHOWN_BY.get(where.phase, ((), ""))
-    best: tuple[tuple[int, int], tuple[int, int, int]] | None = None
-    for at, run in enumerate(runs):
-        if where.file not in (None, run.source):
-            continue
-        for number, one in enumerate(run.maps):
-            known = one.name in measured
-            if one.role not in roles or place not in one.tensors or not (known or one.name == usual):
-                continue
-            rank = (measured.index(one.name) if known else len(measured), roles.index(one.role))
-            if best is None or rank < best[0]:
-                best = rank, (at, number, one.tensors.index(place))
-    return None if best is None else best[1]
+    wanted = [*(key.removesuffix("_before") for key in finding.evidence), usual]
+    found = [
+        (wanted.index(one.name), roles.index(one.role), (at, number, one.tensors.index(place)))
+        for at, run in enumerate(runs)
+        if where.file in (None, run.source)
+        for number, one in enumerate(run.maps)
+        if one.name in wanted and one.role in roles and place in one.tensors
+    ]
+    return min(found)[2] if found else None
 
 
 def _run(run: HealthRun, index: int) -> dict[str, Any]:
@@ -115,9 +101,9 @@ def _run(run: HealthRun, index: int) -> dict[str, Any]:
         **{name: to_plain(getattr(run, name)) for name in run.__dataclass_fields__ if name not in _PACKED},
         "letter": chr(ord("A") + index) if index < 26 else str(index + 1),  # for where there is little room
         "axis": {
-            **({"first": exactly(axis.first)} if axis.first != axis.last else {}),
-            "last": exactly(axis.last),
-            **{name: exactly(known) for name in ("samples", "tokens") if (known := getattr(axis, name))},
+            **({"first": packed(axis.first, exact=True)} if axis.first != axis.last else {}),
+            "last": packed(axis.last, exact=True),
+            **{name: packed(known, exact=True) for name in ("samples", "tokens") if (known := getattr(axis, name))},
             **({"skipped": packed(axis.skipped)} if axis.skipped else {}),
         },
         "curves": {
@@ -129,36 +115,29 @@ def _run(run: HealthRun, index: int) -> dict[str, Any]:
         },
         "maps": [
             {
-                "name": one.name, "role": one.role, "steps": exactly(one.steps), "tensors": one.tensors, "of": one.of,
-                "values": packed(value for row in one.values for value in row),
+                "name": one.name, "role": one.role, "tensors": one.tensors, "of": one.of,
+                "steps": packed(one.steps, exact=True), "values": packed(value for row in one.values for value in row),
             }
             for one in run.maps
         ],
     }  # fmt: skip
 
 
-def packed(values: Iterable[float | None]) -> dict[str, str]:
-    """Return numbers as float32 in base64, or as float64 where one does not fit. Missing values are NaN."""
+def packed(values: Iterable[float | None], *, exact: bool = False) -> dict[str, str]:
+    """Return numbers as float32 in base64; as float64 if `exact`, or where one does not fit. Missing values are NaN."""
     # A value that is itself NaN becomes infinite: it is known, and it is not finite
     known = [math.nan if v is None else math.inf if math.isnan(v) else float(v) for v in values]
     least, most = _FLOAT32
-    beyond = any((abs(v) > most and not math.isinf(v)) or 0.0 < abs(v) < least for v in known)
-    return _base64("d" if beyond else "f", known)
-
-
-def exactly(values: Iterable[float | None]) -> dict[str, str]:
-    """Return numbers as float64 in base64: counts up to 2^53 are exact."""
-    return _base64("d", [math.nan if v is None else float(v) for v in values])
-
-
-def _base64(kind: str, values: list[float]) -> dict[str, str]:
-    return {{"f": "f4", "d": "f8"}[kind]: base64.b64encode(array(kind, values).tobytes()).decode("ascii")}
+    wide = exact or any((abs(v) > most and not math.isinf(v)) or 0.0 < abs(v) < least for v in known)
+    text = base64.b64encode(array("d" if wide else "f", known).tobytes()).decode("ascii")
+    return {"f8" if wide else "f4": text}
 
 
 _CHARTS = "vendor/echarts.min.js"
 _SCRIPTS: Mapping[str, tuple[str, ...]] = {  # by section of the data, in the order of their dependencies
-    "profile": ("histogram.js", "ranges.js", "heatmap.js", "headroom.js"),
-    **{name: (f"{name}.js",) for name in ("scaler", "path", "proof", "trend")},
+    "profile": ("histogram.js", "ranges.js", "heatmap.js"),
+    **{name: (f"{name}.js",) for name in ("scaler", "path")},
+    **dict.fromkeys(("proof", "trend"), ("curves.js",)),
     "health": ("health.js", *(f"health_{part}.js" for part in ("lanes", "strip", "maps", "alerts"))),
     **dict.fromkeys(("change", "structure", "tensors"), ("tensors.js",)),
 }
@@ -176,7 +155,8 @@ def render_html(report: Report, options: RenderOptions | None = None) -> str:
     shown = report_as_dict(replace(report, health=None))  # only the scripts get its numbers, packed
     data = _data(shown)
     if report.health:
-        data["health"] = health_data(report.health, report.findings)
+        runs = [_run(run, index) for index, run in enumerate(report.health.runs)]
+        data["health"] = {"axis": report.health.axis, "runs": runs, "alerts": alerts(report.health, report.findings)}
     drawn = not _TABLES_ONLY.issuperset(data)
     needed = dict.fromkeys(name for section in _SCRIPTS if section in data for name in _SCRIPTS[section])
     scripts = [_file(_CHARTS)] if drawn else []
@@ -226,7 +206,7 @@ def title(report: Report, made_at: float | None) -> tuple[str, str]:
     if made_at is not None:
         with suppress(ValueError, OverflowError, OSError):  # a log may say anything
             date = f"{datetime.fromtimestamp(made_at, UTC):%Y-%m-%d %H:%M UTC}"
-    return f"{report.command} of {name}" if name else report.command, date
+    return f"{report.command} of {name}" if name not in ("", report.command) else report.command, date
 
 
 def _by_section(blocks: Sequence[Block]) -> list[tuple[Heading, list[Block]]]:

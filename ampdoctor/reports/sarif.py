@@ -34,23 +34,13 @@ def render_sarif(report: Report, _: RenderOptions | None = None) -> str:
     """Return the report as SARIF 2.1.0: one run, one result for each finding."""
     results = list(_results(report))
     kept = min(len(results), MAX_RESULTS)
+    driver = {"name": "ampdoctor", "version": version(), "semanticVersion": version(), "rules": _rules(report)}
+    notes = _notifications(report, len(results) - kept)
     run: _Object = {
-        "tool": {
-            "driver": {
-                "name": "ampdoctor",
-                "version": version(),
-                "semanticVersion": version(),
-                "rules": _rules(report),
-            }
-        },
+        "tool": {"driver": driver},
         "originalUriBaseIds": {_ROOT: {"uri": "file:///"}},
         "columnKind": "unicodeCodePoints",
-        "invocations": [
-            {
-                "executionSuccessful": report.complete,
-                "toolExecutionNotifications": list(_notifications(report, len(results) - kept)),
-            }
-        ],
+        "invocations": [{"executionSuccessful": report.complete, "toolExecutionNotifications": notes}],
         "results": results[:kept],
         "properties": {"command": report.command, "verdict": report.verdict},
     }
@@ -139,17 +129,15 @@ def _uri(file: str) -> tuple[str, str]:
     return base, quote(str(relative), errors="surrogatepass")
 
 
-def _notifications(report: Report, left_out: int) -> Iterable[_Object]:
-    for error in report.errors:
-        yield _notification("error", f"{error.what} ({error.kind}): {error.message}", error.kind)
+def _notifications(report: Report, left_out: int) -> list[_Object]:
+    said = [("error", f"{error.what} ({error.kind}): {error.message}", error.kind) for error in report.errors]
     if report.verdict in ("not_reproduced", "inconclusive"):
-        yield _notification("warning", words.verdict(report), report.verdict)
-    for skipped in report.skipped:
-        yield _notification("note", f"{skipped.what}: {skipped.reason}", "skipped")
+        said.append(("warning", words.verdict(report), report.verdict))
+    said += [("note", f"{skipped.what}: {skipped.reason}", "skipped") for skipped in report.skipped]
     if left_out:
-        text = f"{words.count(left_out, 'result')} left out, the least severe: more than a code-scanning service takes"
-        yield _notification("warning", text, "truncated")
-
-
-def _notification(level: str, text: str, kind: str) -> _Object:
-    return {"level": level, "message": {"text": sanitise(text)}, "descriptor": {"id": sanitise(kind)}}
+        more = f"{words.count(left_out, 'result')} left out, the least severe: more than a code-scanning service takes"
+        said.append(("warning", more, "truncated"))
+    return [
+        {"level": level, "message": {"text": sanitise(text)}, "descriptor": {"id": sanitise(kind)}}
+        for level, text, kind in said
+    ]

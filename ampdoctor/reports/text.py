@@ -215,17 +215,13 @@ def _lines(where: Where) -> str:
 
 def change(prescription: Prescription) -> str:
     """Return what to change, in one line: the sentence, and the exact value where the sentence lacks it."""
-    exact = f"{prescription.kind} = {_changed_to(prescription)}"
+    named = prescription.value
+    if prescription.kind == "fp32_modules" and isinstance(named, list | tuple):
+        named = [name or "the whole model" for name in named]  # the root module's name is empty
+    exact = f"{prescription.kind} = {setting(named)}"
     if not prescription.detail:
         return exact
     return prescription.detail if prescription.kind == "code" else f"{prescription.detail} ({exact})"
-
-
-def _changed_to(prescription: Prescription) -> str:
-    named = prescription.value
-    if prescription.kind == "fp32_modules" and isinstance(named, list | tuple):
-        return value([name or "the whole model" for name in named])  # the root module's name is empty
-    return setting(named)
 
 
 def proof(prescription: Prescription) -> str:
@@ -351,17 +347,13 @@ def location_of(finding: Finding, target: Mapping[str, Any]) -> Location:
     source = finding.where.source or finding.where.forward_source
     if source is not None:
         return Location(posix(source.file), source.line)
-    return Location(file_in(finding.where.file, target))
+    file = finding.where.file
+    return Location(target_file(target) if file is None else file_within(checkpoint_path(target), posix(file)))
 
 
 def in_repository(at: Location, target: Mapping[str, Any]) -> Location:
     """Returns the place relative to the repository's root, because GitHub does not know the working directory."""
     return replace(at, file=path_in_repository(at.file, target))
-
-
-def file_in(file: str | None, target: Mapping[str, Any]) -> str:
-    """Returns the checkpoint's file of that name, else the report's subject."""
-    return target_file(target) if file is None else file_within(checkpoint_path(target), posix(file))
 
 
 def target_file(target: Mapping[str, Any]) -> str:

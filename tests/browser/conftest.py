@@ -96,23 +96,25 @@ def wait_until(page, holds):
     assert holds()
 
 
-@pytest.fixture
-def settle():
-    """Return a function that scrolls a page to its end, so that every chart is drawn, and opens what is folded."""
-
-    def through(page, *, unfold=False):
-        if unfold:
-            page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
-        for chart in page.locator(".chart").all():
-            chart.scroll_into_view_if_needed()
-            chart.and_(page.locator("[data-drawn]")).wait_for()
-        page.evaluate("window.scrollTo(0, 0)")
-
-    return through
+def settle(page, *, unfold=False):
+    """Scroll a page to its end, so that every chart is drawn; `unfold` opens what is folded."""
+    if unfold:
+        page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    for chart in page.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+        chart.and_(page.locator("[data-drawn]")).wait_for()
+    page.evaluate("window.scrollTo(0, 0)")
+    return page
 
 
 @pytest.fixture
-def drawn(visit, settle, report_files, tmp_path):
+def settled(visit):
+    """Return a function that opens a view in which every chart is drawn."""
+    return lambda name, *, unfold=False, **settings: settle(visit(name, **settings), unfold=unfold)
+
+
+@pytest.fixture
+def drawn(visit, report_files, tmp_path):
     """Return a function that opens a report of its own."""
 
     def opened(report, viewport, scheme="light"):
@@ -120,7 +122,6 @@ def drawn(visit, settle, report_files, tmp_path):
         path.write_text(render_html(report), encoding="utf-8")
         page = visit("listed", viewport=viewport, scheme=scheme)
         page.goto(path.as_uri())
-        settle(page)
-        return page
+        return settle(page)
 
     return opened

@@ -72,9 +72,8 @@ def test_a_panel_is_there_for_what_the_log_has_and_for_nothing_else(drawn):
     assert "no alerts" in page.locator("#alerts-view").inner_text()
 
 
-def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit, settle):
-    page = visit("watched")
-    settle(page)
+def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(settled):
+    page = settled("watched")
     page.locator(".menu summary").click()
     whole = (RUN.first_step, RUN.last_step)
     assert windows(page) == {whole}
@@ -111,9 +110,8 @@ def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit,
     assert windows(page) == {(9000, 9999)}, "a window that ends before it begins is none"
 
 
-def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboard(visit, settle):
-    page = visit("watched")
-    settle(page)
+def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboard(settled):
+    page = settled("watched")
     assert "not finite" in readout(page, "loss")
     chart = page.locator("#lanes-view .lane-loss .chart")
     chart.scroll_into_view_if_needed()
@@ -142,9 +140,8 @@ def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboar
     assert "not finite" in readout(page, "loss")
 
 
-def test_a_flag_and_the_list_show_an_alert_on_the_charts_and_lead_to_its_finding(visit, settle):
-    page = visit("watched")
-    settle(page)
+def test_a_flag_and_the_list_show_an_alert_on_the_charts_and_lead_to_its_finding(settled):
+    page = settled("watched")
     report = EVERY_VIEW["watched"]
     button = page.get_by_role("button", name=re.compile("gradient-norm-jump")).nth(1)
     button.focus()
@@ -228,9 +225,8 @@ def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_a
     assert about["log2_headroom"] in page.locator("#map-about").inner_text()
 
 
-def test_runs_lie_on_each_other_and_can_be_taken_away(visit, settle):
-    page = visit("beside")
-    settle(page)
+def test_runs_lie_on_each_other_and_can_be_taken_away(settled):
+    page = settled("beside")
     names = page.locator("#health h3[id^=run-]").all_inner_texts()
     assert [name[0] for name in names] == ["A", "B", "C"]
     series = """() => echarts.getInstanceByDom(document.querySelector("#health .lane-loss .chart")).getOption().series
@@ -251,9 +247,8 @@ def test_a_run_that_does_not_count_tokens_is_named_where_it_is_missing(drawn):
     assert "B: the log does not say how many tokens it has seen." in page.locator(".health-controls").inner_text()
 
 
-def test_the_heat_map_has_its_numbers_orders_and_names(visit, settle):
-    page = visit("watched")
-    settle(page)
+def test_the_heat_map_has_its_numbers_orders_and_names(settled):
+    page = settled("watched")
     view = page.locator("#maps-view")
     view.get_by_label("Show", exact=True).select_option(label="share flushed to zero of gradients")
     page.get_by_label("Show as tables").check()
@@ -267,9 +262,8 @@ def test_the_heat_map_has_its_numbers_orders_and_names(visit, settle):
     assert "24 most conspicuous of 150" in view.inner_text()
 
 
-def test_a_cell_under_the_mouse_says_its_tensor_step_and_value_as_text(visit, settle):
-    page = visit("watched")
-    settle(page)
+def test_a_cell_under_the_mouse_says_its_tensor_step_and_value_as_text(settled):
+    page = settled("watched")
     chart = page.locator("#maps-view .chart")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
@@ -287,9 +281,8 @@ def test_a_cell_under_the_mouse_says_its_tensor_step_and_value_as_text(visit, se
     assert tip.is_hidden()
 
 
-def test_the_tables_say_what_the_panels_draw(visit, settle):
-    page = visit("watched")
-    settle(page)
+def test_the_tables_say_what_the_panels_draw(settled):
+    page = settled("watched")
     page.get_by_label("Show as tables").check()
     assert page.locator("#lanes-view .chart:visible").count() == 0
     lane = page.locator("#lanes-view .lane-loss")

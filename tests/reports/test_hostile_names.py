@@ -1,9 +1,10 @@
-"""No name acts in any form of the report, and none is cut."""
+"""No name and no key acts in any form of the report or changes the exit code, and no name is cut."""
 
 from __future__ import annotations
 
 import functools
 import html
+import itertools
 import json
 import unicodedata
 from html.parser import HTMLParser
@@ -12,8 +13,11 @@ from xml.etree import ElementTree as ET
 import pytest
 from markdown_it import MarkdownIt
 
+from ampdoctor.cli.main import main
 from ampdoctor.reports.escape import sanitise
 from ampdoctor.reports.formats import FORMATS, RenderOptions, renderer
+from ampdoctor.reports.read_json import report_from_dict
+from tests.reports.every_field import SCHEMA, every_field
 from tests.reports.full_sample import PLAIN, full
 from tests.reports.hostile_names import NAMES
 
@@ -104,14 +108,18 @@ def kinds(value):
     return type(value).__name__
 
 
+def nothing_acts(form, text):
+    text.encode("utf-8")
+    acting = {c for c in set(text) if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}}
+    assert acting <= {"\n"} | ({"\t", "\r"} if form == "html" else set())
+
+
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("form", ["human", "json", "markdown", "github", "junit", "html"])
 def test_nothing_in_a_name_acts(form, name):
     for width in (40, 200) if form == "human" else (200,):
         text = rendered(form, full(name), width)
-        text.encode("utf-8")
-        acting = {c for c in set(text) if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}}
-        assert acting <= {"\n"} | ({"\t", "\r"} if form == "html" else set())
+        nothing_acts(form, text)
         ours = [line for line in commands_in(text) if form == "github"]
         assert list(commands_in(text)) == ours
         assert len(ours) == (4 if form == "github" else 0)  # what is not examined, three findings
@@ -202,3 +210,66 @@ def test_markdown_resolves_no_mention_issue_link_or_commit():
     for live in ("@", "#", "://", "www.", "GH-1", "deadbeef", ":tada:"):
         assert live not in page.bare.replace("##", "")
     assert not {tag for tag, *_ in page.shape if isinstance(tag, str)} & {"a", "img", "script"}
+
+
+# -- keys of a report that came from elsewhere --
+
+ASKED = ("scan", "bisect-nan", "profile", "recommend")
+KEY = "plain.key"
+
+
+def open_objects(node):
+    """Yield the parts of the schema that take keys which it does not name, but for those that name a role or option."""
+    if isinstance(node, dict):
+        if "object" in node.get("type", ()) and node.get("additionalProperties", True) and "propertyNames" not in node:
+            yield node
+        for inner in node.values():
+            yield from open_objects(inner)
+    elif isinstance(node, list):
+        for inner in node:
+            yield from open_objects(inner)
+
+
+def objects_with(value, key):
+    """Yield the objects in a report that hold a key."""
+    if isinstance(value, dict):
+        if key in value:
+            yield value
+        for inner in value.values():
+            yield from objects_with(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from objects_with(inner, key)
+
+
+def test_every_object_that_takes_other_keys_has_one():
+    assert len(list(objects_with(every_field(KEY), KEY))) >= len(list(open_objects(SCHEMA))) >= 20
+
+
+PAIRS = [
+    pytest.param(form, key, ASKED[(i + j) % len(ASKED)], id=f"{form}-{name}")
+    for (i, form), (j, (name, key)) in itertools.product(enumerate(FORMATS), enumerate(NAMES.items()))
+]
+"""Every form with every key, and either of them with every command."""
+
+
+@functools.cache
+def usual(form, command):
+    """The commands and the shape of a report without a hostile key."""
+    text = rendered(form, report_from_dict(every_field(KEY, command=command)))
+    return len(list(commands_in(text))), shape(form, text)
+
+
+@pytest.mark.parametrize(("form", "key", "command"), PAIRS)
+def test_nothing_in_a_key_acts(form, key, command):
+    text = rendered(form, report_from_dict(every_field(key, command=command)))
+    nothing_acts(form, text)
+    assert (len(list(commands_in(text))), shape(form, text)) == usual(form, command)
+
+
+@pytest.mark.parametrize("key", [NAMES["surrogates"], NAMES["newlines"]], ids=["surrogates", "newlines"])
+def test_the_exit_code_is_the_same_in_every_form(key, tmp_path, capsysbinary):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(every_field(key, complete=True, errors=[])))
+    assert {form: main(["merge", str(file), "--format", form]) for form in FORMATS} == dict.fromkeys(FORMATS, 1)
+    assert not capsysbinary.readouterr().err

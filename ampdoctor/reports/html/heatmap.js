@@ -34,8 +34,9 @@ ampdoctor.heatmap = (() => {
   /** `brief`: the worst layers alone, without controls. */
   function start(host, brief = false) {
     const page = brief ? FEW : PAGE;
-    const view = { measure: ampdoctor.about({ overflow: "overflowed" }) ?? "flushed", order: "worst", page: 0 };
     const { state } = ampdoctor.ranges;
+    const lost = (name) => ampdoctor.ranges.chosen().some((site) => columns(state.kind, name).some((column) => column.share(site) > 0));
+    const view = { measure: ampdoctor.about({ overflow: "overflowed" }) ?? ["flushed", "overflowed"].find(lost) ?? "flushed", order: "worst", page: 0 };
     const measure = ampdoctor.choice("Share", Object.entries(MEASURES), (value) => { view.measure = value; refresh(); }, view.measure);
     const order = ampdoctor.choice("Order", [["worst", "worst first"], ["name", "by name"]],
       (value) => { view.order = value; view.page = 0; refresh(); });

@@ -4,16 +4,15 @@
 (() => {
   const { data, host } = ampdoctor;
 
-  for (const name of ["path", "proof", "scaler", "trend", "tensors", "structure", "change"]) {
+  for (const name of ["trend", "proof"]) if (host(`${name}-view`)) ampdoctor.curves[name](host(`${name}-view`));
+  for (const name of ["path", "scaler", "tensors", "structure", "change"]) {
     if (host(`${name}-view`)) ampdoctor[name].start(host(`${name}-view`));
   }
 
   if (host("ranges-view")) {
     const places = { choice: host("ranges-choice"), controls: host("ranges-controls"), view: host("histogram-view") };
-    if (ampdoctor.ranges.start(places)) {
-      ampdoctor.heatmap.start(host("heatmap-view"));
-      ampdoctor.headroom.start(host("headroom-view"));
-    } else host("ranges-scale").hidden = true;
+    if (ampdoctor.ranges.start(places)) ampdoctor.heatmap.start(host("heatmap-view"));
+    else host("ranges-scale").hidden = true;
   }
 
   if (host("lanes-view")) {

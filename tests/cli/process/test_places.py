@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,9 @@ def test_what_would_be_part_of_a_folder_that_is_read_is_not_written_the_first_ti
 
 @pytest.mark.parametrize("names", [("model.safetensors",), ("step-1.safetensors", "step-2.safetensors")])
 def test_reports_lie_in_the_folder_that_is_read_and_the_next_run_says_the_same(names, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "ampdoctor.cli.run_command.time", SimpleNamespace(time=lambda: 0.0)
+    )  # a page has it in its title
     monkeypatch.chdir(tmp_path)
     for name in names:
         save_file({"fc.weight": torch.ones(2, 2)}, name)
@@ -88,6 +92,7 @@ def test_reports_lie_in_the_folder_that_is_read_and_the_next_run_says_the_same(n
         assert main(["scan", ".", "--output", "said.txt", "--write-baseline", "known.json", *wanted]) == 0
         said.append([Path(name).read_bytes() for name in ("said.txt", "known.json", *reports.values())])
     assert said[0] == said[1]
+    assert "1970-01-01 00:00 UTC</title>" in Path("r.html").read_text()
     assert "skipped" not in capsys.readouterr().err
 
 

@@ -5,13 +5,17 @@ import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
-from ampdoctor.evidence.report import ErrorNote, Prescription
+from ampdoctor.evidence.report import ErrorNote, Prescription, Suppressed
 from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.reports.github import render_markdown
 from ampdoctor.reports.html_report import render_html
-from ampdoctor.reports.human import render_human
+from ampdoctor.reports.human import Folded, breaks, render_human
 from tests.browser.health_pages import watched
 from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
@@ -134,3 +138,50 @@ def test_a_command_that_recommends_no_scaler_does_not_praise_the_one_there():
     text = shown(replace(SICK, scaler=ScalerSection(current={"scale": 2.0**-56})))
     assert "scale=2^-56" in text
     assert "no change needed" not in text
+
+
+def test_how_many_are_set_aside_and_by_what_is_one_line_and_each_is_listed_when_asked():
+    aside = [("baseline", OVERFLOW, "base.json")] * 2 + [("ignore", UNDERFLOW, "the head is frozen [red]")]
+    suppressed = tuple(Suppressed(finding=one, by=by, reason=reason) for by, one, reason in aside)
+    report = replace(SICK, findings=(), suppressed=suppressed)
+    assert "3 findings set aside: 2 by the baseline base.json, 1 by an ignore" in shown(report)
+    text = " ".join(shown(report, 120, verbose=1).split())
+    assert "ignore: the head is frozen [red]" in text
+    assert text.count("ERROR AMP201 forward-overflow") == 2
+
+
+NAME = "transformer_encoder_layers.3.feed_forward_network.0.weight"
+
+
+def folded(renderable, width):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_a_name_is_folded_at_its_dots():
+    assert folded(Folded(Text(NAME)), 40) == [
+        "transformer_encoder_layers.3.",
+        "feed_forward_network.0.weight",
+    ]
+    assert folded(Folded(Text(NAME)), 22) == [
+        "transformer_encoder_",
+        "layers.3.",
+        "feed_forward_network.",
+        "0.weight",
+    ]
+
+
+def test_lines_after_the_first_hang():
+    assert folded(Folded(Text("one two three four"), hang=2), 9) == ["one two", "  three", "  four"]
+
+
+@given(st.text(st.sampled_from("abc ./_-層\u0301"), max_size=60), st.integers(2, 30), st.integers(0, 3))
+def test_nothing_is_lost_and_no_line_is_too_long(text, width, hang):
+    hang = hang if width > 2 * hang else 0
+    at = breaks(text, width, hang)
+    assert at == sorted(set(at))
+    assert all(0 < offset < len(text) for offset in at)
+    parts = [text[start:end] for start, end in zip([0, *at], [*at, len(text)], strict=True)]
+    assert "".join(parts) == text
+    assert all(cell_len(part.rstrip()) <= width - (hang if index else 0) for index, part in enumerate(parts))
