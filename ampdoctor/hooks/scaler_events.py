@@ -240,12 +240,8 @@ class StepEvents:
 def raised_by_scaler(error: BaseException) -> bool:
     """Returns whether a line of torch's scaler modules itself raised this, and not a function that they called."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename in (torch.amp.grad_scaler.__file__, _sharded())
-
-
-def _sharded() -> str | None:
-    """The file of FSDP's scaler, if the program has imported it."""
-    return getattr(sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler"), "__file__", None)
+    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")  # FSDP's, if the program has imported it
+    return bool(frames) and frames[-1].filename in (torch.amp.grad_scaler.__file__, getattr(sharded, "__file__", None))
 
 
 def _is_enabled(scaler: Any) -> bool:

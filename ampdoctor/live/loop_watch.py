@@ -313,7 +313,11 @@ class LoopWatch:
         self._listener.attempted(attempt, skipped=skipped)
         self.recorder.updated(attempt.optimizer)
         try:
-            self._find_models(attempt, first=first)
+            models = self.recorder.models
+            held = (p for group in attempt.optimizer.param_groups for p in group["params"])
+            searched = first and models.search_for(p for p in held if p.requires_grad and p.grad is not None)
+            if not searched and models.searching and not models.always and (not first or models.roots):
+                models.settle()
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self.recorder.fail(error)
 
@@ -326,13 +330,6 @@ class LoopWatch:
             step = known.attempts - 1  # the number of its last update
             self._listener.stepping_again(step, known.name, scaled=known.scaled, held_back=known.held_back)
         return True
-
-    def _find_models(self, attempt: UpdateAttempt, *, first: bool) -> None:
-        models = self.recorder.models
-        held = (p for group in attempt.optimizer.param_groups for p in group["params"])
-        searched = first and models.search_for(p for p in held if p.requires_grad and p.grad is not None)
-        if not searched and models.searching and not models.always and (not first or models.roots):
-            models.settle()
 
     def _innermost(self, optimizer: Any) -> Any:
         """Returns torch's optimizer inside one or more wrappers: the attempts are counted for it."""

@@ -46,13 +46,9 @@ def operand_of(
         or _changed(ran, provenance, lambda t: torch.full_like(t, INSIDE) if t.is_floating_point() else None)
         # class 0 for all targets: finite if all were ignored, so that there was nothing to average
         or _changed(ran, provenance, lambda t: None if t.is_floating_point() else torch.zeros_like(t))
-        or _whatever(ran)
+        # an op of another library that no change of an input makes finite
+        or (described(None, "any", here=None) if ran.func.namespace != "aten" and ran.call.repeatable else None)
     )
-
-
-def _whatever(ran: Ran) -> Operand | None:
-    """Names no input, for a non-finite op of another library that no change of an input makes finite."""
-    return described(None, "any", here=None) if ran.func.namespace != "aten" and ran.call.repeatable else None
 
 
 def nonfinite_number(ran: Ran) -> float | None:

@@ -438,7 +438,9 @@ class OpTraceProbe(OpProbe):
     def _read_nonfinite(self, kernel: str, call: Split) -> list[torch.Tensor]:
         """The non-finite inputs whose values the op reads."""
         bad = [t for t in call.reads if is_nonfinite(t)]
-        if bad and kernel in FILLS_A_PART and not _adds_to_what_is_there(call):
+        arguments = (*call.args, *call.kwargs.values())
+        adds = any(value is True or isinstance(value, str) for value in arguments)  # by `accumulate`, or `reduce`
+        if bad and kernel in FILLS_A_PART and not adds:
             return [t for t in bad if not (any(t is w for w in call.writes) and self._is_unwritten(t))]
         return bad
 
@@ -540,11 +542,6 @@ def _named(where: Where, ran: Ran) -> Where:
     """The address with the op's own namespace, for an operator of another library that no torch function called."""
     own = ran.func.namespace
     return where if own == "aten" or where.op != f"aten.{ran.kernel}" else replace(where, op=f"{own}.{ran.kernel}")
-
-
-def _adds_to_what_is_there(call: Split) -> bool:
-    """An `index_put_` that accumulates, a `scatter_` that reduces."""
-    return any(value is True or isinstance(value, str) for value in (*call.args, *call.kwargs.values()))
 
 
 def _shows_memory(ran: Ran) -> bool:

@@ -64,7 +64,10 @@ class RangeProbe(Probe):
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         self.counted = {place: fetched(counts) for place, counts in self._step.items()}
         self._collector.add_step(self.counted)
-        self._note_hand_scale()
+        delivered = [h.amax for place, h in self.counted.items() if place.kind == "weight_grad" and h.amax is not None]
+        stepped = max((abs(float(extreme)) for extreme in self._stepped), default=0.0)
+        usable = delivered and 0.0 < stepped < math.inf
+        self.hand_scales.append(max(delivered) / stepped if usable else None)
         self._step = {}
 
     def profile(self, run: RunFacts, **more: Any) -> RangeProfile:
@@ -100,12 +103,6 @@ class RangeProbe(Probe):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._stepped += extremes(parameter.grad)  # read when the step has ended
-
-    def _note_hand_scale(self) -> None:
-        delivered = [h.amax for place, h in self.counted.items() if place.kind == "weight_grad" and h.amax is not None]
-        stepped = max((abs(float(extreme)) for extreme in self._stepped), default=0.0)
-        usable = delivered and 0.0 < stepped < math.inf
-        self.hand_scales.append(max(delivered) / stepped if usable else None)
 
 
 # -- measured underflow: elements that are zero here and nonzero in the fp32 reference from the same state --

@@ -89,7 +89,14 @@ def resume(
     absent or a part does not fit.
     """
     own_scaler = scaler_state_of(scaler)
-    file_scaler, notes = _file_scaler(state, fresh=fresh_scaler)
+    notes: tuple[str, ...] = ()
+    file_scaler = None
+    try:
+        file_scaler = read_scaler_state(state.scaler)
+    except CheckpointError as error:
+        if not fresh_scaler:
+            raise CheckpointError(f"{error}; bisect-nan --fresh-scaler goes on without it") from error
+        notes = (f"{error}, and is not loaded (--fresh-scaler)",)
     if fresh_scaler and file_scaler is not None:
         notes = (_not_loaded(file_scaler, run, own_scaler),)
     if run.load is not None:
@@ -138,15 +145,6 @@ def resume(
         lacks=tuple(lacks),
         notes=(*weights.notes, *plans.notes, *notes),
     )
-
-
-def _file_scaler(state: LoadedCheckpoint, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
-    try:
-        return read_scaler_state(state.scaler), ()
-    except CheckpointError as error:
-        if not fresh:
-            raise CheckpointError(f"{error}; bisect-nan --fresh-scaler goes on without it") from error
-        return None, (f"{error}, and is not loaded (--fresh-scaler)",)
 
 
 def _not_loaded(saved: ScalerState, run: TrainingRun, own: ScalerState | None) -> str:

@@ -14,13 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.hooks.json_values import (
-    NotSerializableError,
-    UnreadableTreeError,
-    function_named,
-    read,
-    written,
-)
+from ampdoctor.hooks.json_values import NotSerializableError, UnreadableTreeError, function_named, read, written
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - as users write them
 
