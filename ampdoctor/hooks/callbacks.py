@@ -264,19 +264,13 @@ def on_scaler_call(
             for method in filter(partial(hasattr, scaler), methods):
                 if isinstance(scaler, torch.amp.GradScaler) and method not in vars(scaler):
                     continue
-                call = wrapped(_unbound(getattr(scaler, method)), method)
+                bound = getattr(scaler, method)
+                call = wrapped(lambda _, *args, bound=bound, **kwargs: bound(*args, **kwargs), method)
                 stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
         try:
             yield
         finally:
             told = None
-
-
-def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(_scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return call
 
 
 def _is_enabled(scaler: Any) -> bool:

@@ -165,21 +165,17 @@ class StepEvents:
         if used:
             self.backwards.used.unscaled(optimizer)
         if method == "step" and hasattr(optimizer, "param_groups"):
-            self._note_use(optimizer, made)
+            name = self._name_of(optimizer)
+            if any(event.kind == "optimizer_step" and event.optimizer == name for event in self.events[made:]):
+                self._held_back.discard(name)
+            else:  # the scaler has skipped the step
+                self._held_back.add(name)
+                self.backwards.used.used(optimizer)
         if method == "scale" and _is_enabled(scaler):  # checked after the call: a replay in fp32 disables it inside
             self._scaled_by = self._last = scaler
             self._note(StepEvent(kind="scale", twice=self._scale_of(scaler) if twice else None))
             self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result
-
-    def _note_use(self, optimizer: Any, made: int) -> None:
-        """Notes whether a scaler's `step`, which began after `made` events, has stepped the optimizer or skipped it."""
-        name = self._name_of(optimizer)
-        if any(event.kind == "optimizer_step" and event.optimizer == name for event in self.events[made:]):
-            self._held_back.discard(name)
-        else:
-            self._held_back.add(name)
-            self.backwards.used.used(optimizer)
 
     def _call(self, scaler: Any, method: str, optimizer: Any, original: Callable[[], Any]) -> Any:
         self._reads.rest()

@@ -77,11 +77,6 @@ def described(
     )
 
 
-def _as_read(ran: Ran, before: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, for the copy that was made of it before the op wrote it."""
-    return next((r for r, b in zip(ran.call.reads, ran.call.before, strict=True) if b is before), before)
-
-
 def lost_inside(ran: Ran) -> Operand | None:
     """A constant of the op or of its kernel's code that its format rounds to 0 or 1, and that causes the failure."""
     for dtype in dict.fromkeys(result.dtype for result in ran.results):
@@ -161,7 +156,8 @@ def _changed(ran: Ran, provenance: Provenance, change: Callable[[torch.Tensor], 
     """The input with which the op is finite once it is changed."""
     seen: set[int] = set()
     for item in tensors_in([*ran.call.args, *ran.call.kwargs.values()]):
-        tensor = _as_read(ran, item)
+        # the tensor itself, for the copy that was made of it before the op wrote it
+        tensor = next((r for r, b in zip(ran.call.reads, ran.call.before, strict=True) if b is item), item)
         if id(tensor) in seen or not is_plain(item):
             continue
         seen.add(id(tensor))

@@ -274,7 +274,11 @@ class OpTraceProbe(OpProbe):
         if nested:  # lacks most kernels; its values are checked once they are dense again
             return func(*args, **kwargs)
         if kernel in UNINITIALISED:
-            return self._left_unwritten(func(*args, **kwargs), site)
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and is_watched(result):
+                self._taint.forget(result)
+                self._blank[storage_key(result)] = site  # what is not finite there before a write was made by no op
+            return result
         with _own_work(kernel):
             calls = split_calls(func, args, kwargs)
             dirty = [self._read_nonfinite(kernel, call) for call in calls]
@@ -302,13 +306,6 @@ class OpTraceProbe(OpProbe):
         if not noted:
             for tensor in ran.results:
                 self._provenance.forget(tensor)
-
-    def _left_unwritten(self, result: Any, site: Site) -> Any:
-        """Note uninitialised memory: non-finite values there, before anything is written, were made by no op."""
-        if isinstance(result, torch.Tensor) and is_watched(result):
-            self._taint.forget(result)
-            self._blank[storage_key(result)] = site
-        return result
 
     def _examine(self, ran: Ran) -> None:
         poisoned = [t for t in ran.results if is_nonfinite(t)]

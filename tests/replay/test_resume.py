@@ -261,10 +261,8 @@ def test_a_run_without_a_scaler_does_not_continue_the_files():
         report = resume(make_run(), {}, scaler, State(weights(), scaler=dict(SETTLED)))
         assert not report.scaler_continued
     assert resume(make_run(), {}, disabled, State(weights())).scaler_continued
-    for run in (
-        make_run(precision="bf16"),
-        make_run(scaler={}),
-    ):  # needs none; has one, which another precision disables
+    # needs none; has one, which another precision disables
+    for run in (make_run(precision="bf16"), make_run(scaler={})):
         assert resume(run, {}, disabled, State(weights(), scaler=dict(SETTLED))).scaler_continued
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch import nn
 
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.hooks.interfaces import StepHalted, describe, on_marked_loop
+from ampdoctor.hooks.process_state import are_joined
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import ADAPTERS
@@ -280,7 +280,8 @@ class Runner:
             self._process = process_settings()
         self._process()
         self._registered.undo()
-        _leave_process_group()
+        if are_joined():  # by an earlier run of the script: torch refuses a second process group
+            torch.distributed.destroy_process_group()
         seam = LoopHooks(arrives, self.files.closed)
         run = ScriptRun(MainModule(self._file, edits, seam, self._package, otherwise), seam)
         self._main = run.main
@@ -344,10 +345,3 @@ def eagerly() -> AbstractContextManager[Any]:
     """Inside, compiled code runs uncompiled."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _leave_process_group() -> None:
-    """Close the process group that an earlier run of the script has opened: torch refuses a second one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
