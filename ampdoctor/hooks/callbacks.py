@@ -246,7 +246,7 @@ def on_scaler_call(
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             key = (threading.get_ident(), id(scaler), method)
             now = told
-            if now is None or key in running or not (disabled or _is_enabled(scaler)):
+            if now is None or key in running or not (disabled or is_enabled(scaler)):
                 return original(scaler, *args, **kwargs)
             argument = args[0] if args else next(iter(kwargs.values()), None)
             running.append(key)
@@ -273,7 +273,8 @@ def on_scaler_call(
             told = None
 
 
-def _is_enabled(scaler: Any) -> bool:
+def is_enabled(scaler: Any) -> bool:
+    """Returns whether a scaler scales; one without `is_enabled` does."""
     asked = getattr(scaler, "is_enabled", None)
     return asked is None or bool(asked())
 

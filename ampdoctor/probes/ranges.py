@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampdoctor.evidence.run_facts import Place, UpdateFacts
-from ampdoctor.hooks.backwards import PLAIN
+from ampdoctor.hooks.backwards import PLAIN, parameters_of
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.counting import DeviceCounts, count, count_there, fetched, merged
 from ampdoctor.numerics.histogram import Histogram
@@ -99,10 +99,9 @@ class RangeProbe(Probe):
         self._step[place] = counted if before is None else merged(before, counted)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._stepped += extremes(parameter.grad)  # read when the step has ended
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._stepped += extremes(parameter.grad)  # read when the step has ended
 
 
 # -- measured underflow: elements that are zero here and nonzero in the fp32 reference from the same state --
@@ -380,9 +379,8 @@ class UpdateProbe(Probe):
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             copies.clear()
-            moving = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            mine = (p for p in moving if p.dtype == torch.float32 and id(p) in names)
-            copies.extend((names[id(p)], p, p.detach().clone()) for p in mine)
+            mine = (p for p in parameters_of(optimizer) if p.dtype == torch.float32 and id(p) in names)
+            copies.extend((names[id(p)], p, p.detach().clone()) for p in mine if p.grad is not None)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

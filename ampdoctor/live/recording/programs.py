@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.program import (
     Backward,
     Call,
@@ -29,7 +30,6 @@ from ampdoctor.live.recording.journal import (
     Gradients,
     RecordedInstructions,
     leads_to,
-    parameters_of,
     renumbered,
     together,
 )

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import FactoryError, UserCodeError
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.interfaces import StepHalted, describe, on_marked_loop
 from ampdoctor.hooks.process_state import are_joined
 from ampdoctor.hooks.torch_internals import replaced
@@ -102,7 +103,7 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def model_of(variables: Variables, optimizers: Sequence[torch.optim.Optimizer], where: str) -> nn.Module:
     """Returns the model that the optimizers train: the outermost module, or a parent of several."""
-    trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    trained = {id(p) for one in optimizers for p in parameters_of(one)}
     holds = {id(module): {id(p) for p in module.parameters()} & trained for _, module in variables.modules}
     inside = {id(part) for _, module in variables.modules for part in module.modules() if part is not module}
     outermost = [(name, module) for name, module in variables.modules if id(module) not in inside]
