@@ -175,12 +175,7 @@ class OutermostModels:
             raise TypeError(f"{type(module).__name__} is compiled by torch.jit, and takes no hooks")
         key = id(module)
         self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None))
-        sentence = (
-            f"{type(module).__name__}.compile() has compiled the module's call, and no hook is called any more: its "
-            f"calls are not recorded (torch.compile(model) leaves hooks outside)"
-        )
-        if getattr(module, "_compiled_call_impl", None) is not None and sentence not in self.unseen:
-            self.unseen.append(sentence)
+        self._note_compiled(module)
         name, root = _root_of(module)
         if not any(known is root for _, known in self.roots):
             inside = {id(part) for part in root.modules()}
@@ -191,6 +186,14 @@ class OutermostModels:
             module.register_forward_pre_hook(self._enter_known, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave_known, with_kwargs=True, always_call=True),
         )
+
+    def _note_compiled(self, module: nn.Module) -> None:
+        sentence = (
+            f"{type(module).__name__}.compile() has compiled the module's call, and no hook is called any more: its "
+            f"calls are not recorded (torch.compile(model) leaves hooks outside)"
+        )
+        if getattr(module, "_compiled_call_impl", None) is not None and sentence not in self.unseen:
+            self.unseen.append(sentence)
 
 
 class _Nobody:
