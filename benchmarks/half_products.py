@@ -66,8 +66,8 @@ def seconds(call: Call) -> float:
 
 def detoured_always() -> None:
     """Let everything take the detour that may."""
-    for name, product in list(table.PRODUCTS.items()):
-        table.PRODUCTS[name] = product._replace(least=0)
+    for name, (work_of, _) in list(table.PRODUCTS.items()):
+        table.PRODUCTS[name] = work_of, 0
     table.LEAST_ATTENTION = 0  # type: ignore[misc]
 
 

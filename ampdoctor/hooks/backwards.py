@@ -117,7 +117,7 @@ def inside_own_step(optimizer: Any, *, known: int = 0) -> bool:
 
 
 def _held_by(optimizer: Any) -> dict[int, tuple[weakref.ref[torch.Tensor], int]]:
-    parameters = list(_parameters_of(optimizer))
+    parameters = list(parameters_of(optimizer))
     return {
         id(p): (weakref.ref(gradient), version_of(gradient))
         for p in parameters[:: max(len(parameters) // _SAMPLES, 1)]
@@ -207,7 +207,7 @@ class Backwards:
 
     def unscaled(self, optimizer: Any) -> None:
         """Notes that a scaler has divided the optimizer's gradients by its scale."""
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             self._note_version(parameter)
             self._clips.pop(id(parameter), None)
             if id(parameter) in self._parts:
@@ -217,7 +217,7 @@ class Backwards:
         """Returns how many of the optimizer's gradients were edited in place after a backward or scaler wrote them."""
         return sum(
             parameter.grad is not None and parameter.grad._version != self._versions.get(id(parameter), -1)
-            for parameter in _parameters_of(optimizer)
+            for parameter in parameters_of(optimizer)
             if id(parameter) in self._versions
         )
 
@@ -231,7 +231,7 @@ class Backwards:
 
     def clipped(self, optimizer: Any) -> tuple[float, float] | None:
         """Returns the norm before, and the largest norm after, the last clipping of gradients that are still scaled."""
-        clips = [self._clips[id(p)] for p in _parameters_of(optimizer) if id(p) in self._clips]
+        clips = [self._clips[id(p)] for p in parameters_of(optimizer) if id(p) in self._clips]
         if not clips:
             return None
         before, most = clips[-1]
@@ -245,7 +245,7 @@ class Backwards:
                 self._clips[id(parameter)] = clip.total, clip.max_norm
 
     def _held_by(self, optimizer: Any) -> Iterator[set[float]]:
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None and id(parameter) in self._parts:
                 yield self._parts[id(parameter)]
 
@@ -282,8 +282,11 @@ class Backwards:
                 self._clips.pop(id(parameter), None)
 
 
-def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    return chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
+def parameters_of(owner: Any) -> Iterator[torch.Tensor]:
+    """Yields the parameters of a model or of an optimizer."""
+    if isinstance(owner, torch.nn.Module):
+        return owner.parameters()
+    return chain.from_iterable(map(itemgetter("params"), owner.param_groups))
 
 
 def _is_zero(grad: torch.Tensor | None) -> bool:

@@ -246,7 +246,7 @@ def on_scaler_call(
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             key = (threading.get_ident(), id(scaler), method)
             now = told
-            if now is None or key in running or not (disabled or _is_enabled(scaler)):
+            if now is None or key in running or not (disabled or is_enabled(scaler)):
                 return original(scaler, *args, **kwargs)
             argument = args[0] if args else next(iter(kwargs.values()), None)
             running.append(key)
@@ -264,7 +264,8 @@ def on_scaler_call(
             for method in filter(partial(hasattr, scaler), methods):
                 if isinstance(scaler, torch.amp.GradScaler) and method not in vars(scaler):
                     continue
-                call = wrapped(_unbound(getattr(scaler, method)), method)
+                bound = getattr(scaler, method)
+                call = wrapped(lambda _, *args, bound=bound, **kwargs: bound(*args, **kwargs), method)
                 stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
         try:
             yield
@@ -272,14 +273,8 @@ def on_scaler_call(
             told = None
 
 
-def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(_scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return call
-
-
-def _is_enabled(scaler: Any) -> bool:
+def is_enabled(scaler: Any) -> bool:
+    """Returns whether a scaler scales; one without `is_enabled` does."""
     asked = getattr(scaler, "is_enabled", None)
     return asked is None or bool(asked())
 

@@ -15,7 +15,7 @@ import torch
 from ampdoctor.evidence.location import Source
 from ampdoctor.evidence.trace import StepEvent
 from ampdoctor.hooks.backwards import PLAIN, Backwards, inside_own_step
-from ampdoctor.hooks.callbacks import NumberReads, on_scaler_call
+from ampdoctor.hooks.callbacks import NumberReads, is_enabled, on_scaler_call
 
 # -- the running part of a step --
 
@@ -68,7 +68,7 @@ class StepEvents:
     @property
     def enabled(self) -> bool:
         """Whether the run has a scaler of its own that is enabled."""
-        return self._own is not None and _is_enabled(self._own)
+        return self._own is not None and is_enabled(self._own)
 
     def scale(self) -> float | None:
         """Returns the run's own loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
@@ -158,28 +158,24 @@ class StepEvents:
         self._tell(scaler)
         made = len(self.events)
         used = method == "unscale_" and optimizer is not None and self.backwards.used.are_used(optimizer)
-        if method != "scale" and _is_enabled(scaler):
+        if method != "scale" and is_enabled(scaler):
             self._record(scaler, method, optimizer)
         twice = method == "scale" and self.backwards.scaled_twice(argument)
         result = self._call(scaler, method, optimizer, run)
         if used:
             self.backwards.used.unscaled(optimizer)
         if method == "step" and hasattr(optimizer, "param_groups"):
-            self._note_use(optimizer, made)
-        if method == "scale" and _is_enabled(scaler):  # checked after the call: a replay in fp32 disables it inside
+            name = self._name_of(optimizer)
+            if any(event.kind == "optimizer_step" and event.optimizer == name for event in self.events[made:]):
+                self._held_back.discard(name)
+            else:  # the scaler has skipped the step
+                self._held_back.add(name)
+                self.backwards.used.used(optimizer)
+        if method == "scale" and is_enabled(scaler):  # checked after the call: a replay in fp32 disables it inside
             self._scaled_by = self._last = scaler
             self._note(StepEvent(kind="scale", twice=self._scale_of(scaler) if twice else None))
             self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result
-
-    def _note_use(self, optimizer: Any, made: int) -> None:
-        """Notes whether a scaler's `step`, which began after `made` events, has stepped the optimizer or skipped it."""
-        name = self._name_of(optimizer)
-        if any(event.kind == "optimizer_step" and event.optimizer == name for event in self.events[made:]):
-            self._held_back.discard(name)
-        else:
-            self._held_back.add(name)
-            self.backwards.used.used(optimizer)
 
     def _call(self, scaler: Any, method: str, optimizer: Any, original: Callable[[], Any]) -> Any:
         self._reads.rest()
@@ -196,7 +192,7 @@ class StepEvents:
             del self._parts[depth:]  # also those inside, after an exception
             if method == "unscale_" and optimizer is not None:
                 self.backwards.unscaled(optimizer)  # unscaling writes to the gradients, and is no edit by the loop
-                if _is_enabled(scaler) and not self._running:  # a step unscales by itself
+                if is_enabled(scaler) and not self._running:  # a step unscales by itself
                     self._asked_for[self._name_of(optimizer)] = self.backwards.used.runs
                     self._reads.listen()
 
@@ -232,7 +228,7 @@ class StepEvents:
         self._note(StepEvent(kind="grad", scale=self._scale_of(self._scaled_by)))
 
     def _scale_of(self, scaler: Any) -> float | None:
-        if scaler is None or not _is_enabled(scaler):
+        if scaler is None or not is_enabled(scaler):
             return None
         return float(scaler.get_scale())
 
@@ -240,13 +236,5 @@ class StepEvents:
 def raised_by_scaler(error: BaseException) -> bool:
     """Returns whether a line of torch's scaler modules itself raised this, and not a function that they called."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename in (torch.amp.grad_scaler.__file__, _sharded())
-
-
-def _sharded() -> str | None:
-    """The file of FSDP's scaler, if the program has imported it."""
-    return getattr(sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler"), "__file__", None)
-
-
-def _is_enabled(scaler: Any) -> bool:
-    return bool(scaler.is_enabled())
+    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")  # FSDP's, if the program has imported it
+    return bool(frames) and frames[-1].filename in (torch.amp.grad_scaler.__file__, getattr(sharded, "__file__", None))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampdoctor.hooks.backwards import inside_own_step
+from ampdoctor.hooks.backwards import inside_own_step, parameters_of
 from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.interfaces import harmless_until
 from ampdoctor.hooks.process_state import RandomState, refused
@@ -313,7 +313,11 @@ class LoopWatch:
         self._listener.attempted(attempt, skipped=skipped)
         self.recorder.updated(attempt.optimizer)
         try:
-            self._find_models(attempt, first=first)
+            models = self.recorder.models
+            held = parameters_of(attempt.optimizer)
+            searched = first and models.search_for(p for p in held if p.requires_grad and p.grad is not None)
+            if not searched and models.searching and not models.always and (not first or models.roots):
+                models.settle()
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self.recorder.fail(error)
 
@@ -326,13 +330,6 @@ class LoopWatch:
             step = known.attempts - 1  # the number of its last update
             self._listener.stepping_again(step, known.name, scaled=known.scaled, held_back=known.held_back)
         return True
-
-    def _find_models(self, attempt: UpdateAttempt, *, first: bool) -> None:
-        models = self.recorder.models
-        held = (p for group in attempt.optimizer.param_groups for p in group["params"])
-        searched = first and models.search_for(p for p in held if p.requires_grad and p.grad is not None)
-        if not searched and models.searching and not models.always and (not first or models.roots):
-            models.settle()
 
     def _innermost(self, optimizer: Any) -> Any:
         """Returns torch's optimizer inside one or more wrappers: the attempts are counted for it."""
@@ -371,7 +368,7 @@ class LoopWatch:
         known = self._optimizers.get(id(optimizer))
         if known is None or known.there() is not optimizer:
             there = weakref.ref(optimizer)
-            trained = {id(p): weakref.ref(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = {id(p): weakref.ref(p) for p in parameters_of(optimizer)}
             known = self._followed_by(trained)
             if known is None:
                 name = f"optimizer{self._names + 1}" if self._names else "optimizer"

@@ -23,6 +23,7 @@ from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.report_replay import HALF_WEIGHTS
 from ampdoctor.evidence.run_facts import Handling
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.program import Clipped, Instruction, Unscaled
@@ -113,7 +114,7 @@ class Protocol:
 
     def _clipped(self, attempt: UpdateAttempt) -> tuple[float, float] | None:
         """The gradients' norm before clipping, and the limit; None without a clipping, or where the host would wait."""
-        own = {id(p.grad) for group in attempt.optimizer.param_groups for p in group["params"]}
+        own = {id(p.grad) for p in parameters_of(attempt.optimizer)}
         mine = [clip for clip in self._clips if not own.isdisjoint(clip.gradients)]
         self._clips = [clip for clip in self._clips if own.isdisjoint(clip.gradients)]
         waited = attempt.scaler is not None and not attempt.is_called_either_way  # a fused optimizer never waits
@@ -126,7 +127,7 @@ class Protocol:
         """Judges by the changes that the loop's own code made to scaled gradients, where the host may read numbers."""
         watch, optimizer = self._watch, attempt.optimizer
         scaler = attempt.scaler or attempt.unscaled_by or watch.scalers.last
-        on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+        on_host = all(p.device.type == "cpu" for p in parameters_of(optimizer))
         waited = attempt.scaler is not None and not attempt.is_called_either_way
         if scaler is None or not (on_host or waited):
             return None
@@ -153,7 +154,7 @@ def half_weights(
     optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str], made: HalfMade
 ) -> HalfWeights | None:
     """Returns these optimizers' float16 parameters with gradients, which no GradScaler unscales, or None."""
-    held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
     halves = [p for p in held.values() if p.grad is not None and p.grad.dtype is torch.float16]
     if not halves:
         return None

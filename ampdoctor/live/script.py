@@ -10,7 +10,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -48,7 +48,9 @@ _IMPORTING = "<frozen importlib._bootstrap"
 def cut_our_frames(error: BaseException) -> None:
     """Removes our frames before the script's last one from the tracebacks of an error, its causes and its group."""
     for one in _all_of(error):
-        kept = _kept(list(_frames(_behind_the_start(one.__traceback__))))
+        # the first frames started the script; a script that cannot be compiled has no others
+        behind = dropwhile(lambda frame: _file(frame).startswith(_HERE), _frames(one.__traceback__))
+        kept = _kept(list(behind))
         for frame, following in pairwise([*kept, None]):
             if frame is not None:  # only the last is None
                 frame.tb_next = following
@@ -73,13 +75,6 @@ def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
     while traceback is not None:
         yield traceback
         traceback = traceback.tb_next
-
-
-def _behind_the_start(traceback: TracebackType | None) -> TracebackType | None:
-    """Drops the frames that started the script; a script that cannot be compiled has no others."""
-    while traceback is not None and _file(traceback).startswith(_HERE):
-        traceback = traceback.tb_next
-    return traceback
 
 
 def _kept(frames: list[TracebackType]) -> list[TracebackType]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.process_state import are_several
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.loop_watch import UpdateAttempt
@@ -119,7 +120,7 @@ class SkipNonFiniteUpdate:
         self.release()
         if not getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, _FLAG) or norm is None:
             return False
-        held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if any(hasattr(gradient, "to_local") for gradient in held):
             return False
         with unseen(), torch.no_grad():

@@ -99,7 +99,8 @@ def mean_by_integral(grid: Grid, fmt: FloatFormat, scale: float, unit: float) ->
     for a, b in itertools.pairwise(ends):
         step = spacing(0.5 * (a + b), fmt)
         clipped = 0.5 * (a + b) > fmt.max
-        total += np.where(clipped, _clipping_integral(a, b, fmt.max, unit), _rounding_integral(a, b, step, unit))
+        over_a, over_b = np.maximum(a - fmt.max, 0.0) / unit, np.maximum(b - fmt.max, 0.0) / unit
+        total += np.where(clipped, (over_b**3 - over_a**3) / 3.0, _rounding_integral(a, b, step, unit))
     mean = total / ((end - start) / unit)
     if math.frexp(scale)[0] == 0.5:  # a power of two maps the source's grid onto itself: a finer target loses nothing
         target = np.where(end > fmt.max, math.inf, spacing(0.5 * (start + end), fmt))
@@ -112,12 +113,6 @@ def _rounding_integral(a: Array, b: Array, step: Array, unit: float) -> Array:
     at_a, at_b = np.rint(a / step), np.rint(b / step)
     off_a, off_b, step = (a - at_a * step) / unit, (b - at_b * step) / unit, step / unit
     result: Array = (at_b - at_a) * step**3 / 12.0 + (off_b**3 - off_a**3) / 3.0
-    return result
-
-
-def _clipping_integral(a: Array, b: Array, limit: float, unit: float) -> Array:
-    over_a, over_b = np.maximum(a - limit, 0.0) / unit, np.maximum(b - limit, 0.0) / unit
-    result: Array = (over_b**3 - over_a**3) / 3.0
     return result
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.tensors import Distance, together
 from ampdoctor.probes.ops import Probe
@@ -42,9 +43,7 @@ class _Received(Probe):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # a fused optimizer gets scaled gradients, and the scale to divide them by
-        self._copy(
-            (p for group in optimizer.param_groups for p in group["params"]), getattr(optimizer, "grad_scale", None)
-        )
+        self._copy(parameters_of(optimizer), getattr(optimizer, "grad_scale", None))
 
     def _copy(self, parameters: Any, scale: torch.Tensor | None = None) -> None:
         for parameter in parameters:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ampdoctor.evidence.run_facts import Place
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.hooks.torch_internals import in_backward, of_transform
@@ -171,9 +173,7 @@ def owns_parameters(module: nn.Module) -> bool:
 
 def optimizer_parameters(run: ObservedRun) -> Iterator[Tensor]:
     """Yields the parameters that the optimizers hold."""
-    for optimizer in run.optimizers.values():
-        for group in optimizer.param_groups:
-            yield from group["params"]
+    return chain.from_iterable(map(parameters_of, run.optimizers.values()))
 
 
 class GradientHooks:

@@ -15,6 +15,7 @@ from torch import nn
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.location import NonFinite
 from ampdoctor.evidence.trace import Headroom, NonFiniteReport, TensorStats
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.formats import FORMATS
@@ -259,11 +260,10 @@ def state_tensors(run: ObservedRun, *, named: bool = True) -> Iterator[tuple[str
     for buffer_name, buffer in run.model.named_buffers():
         yield "buffer", run.clean_name(buffer_name) if named else "", buffer
     for optimizer in run.optimizers.values():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield "param", names[id(parameter)], parameter
+        for held in parameters_of(optimizer):
+            if id(held) not in seen:
+                seen.add(id(held))
+                yield "param", names[id(held)], held
         for owned, values in optimizer.state.items():
             owner = names.get(id(owned), "?")
             for key, value in values.items():

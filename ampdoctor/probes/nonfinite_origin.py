@@ -46,13 +46,9 @@ def operand_of(
         or _changed(ran, provenance, lambda t: torch.full_like(t, INSIDE) if t.is_floating_point() else None)
         # class 0 for all targets: finite if all were ignored, so that there was nothing to average
         or _changed(ran, provenance, lambda t: None if t.is_floating_point() else torch.zeros_like(t))
-        or _whatever(ran)
+        # an op of another library that no change of an input makes finite
+        or (described(None, "any", here=None) if ran.func.namespace != "aten" and ran.call.repeatable else None)
     )
-
-
-def _whatever(ran: Ran) -> Operand | None:
-    """Names no input, for a non-finite op of another library that no change of an input makes finite."""
-    return described(None, "any", here=None) if ran.func.namespace != "aten" and ran.call.repeatable else None
 
 
 def nonfinite_number(ran: Ran) -> float | None:
@@ -79,11 +75,6 @@ def described(
         fraction=maker.fraction,
         amax=maker.amax,
     )
-
-
-def _as_read(ran: Ran, before: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, for the copy that was made of it before the op wrote it."""
-    return next((r for r, b in zip(ran.call.reads, ran.call.before, strict=True) if b is before), before)
 
 
 def lost_inside(ran: Ran) -> Operand | None:
@@ -165,7 +156,8 @@ def _changed(ran: Ran, provenance: Provenance, change: Callable[[torch.Tensor], 
     """The input with which the op is finite once it is changed."""
     seen: set[int] = set()
     for item in tensors_in([*ran.call.args, *ran.call.kwargs.values()]):
-        tensor = _as_read(ran, item)
+        # the tensor itself, for the copy that was made of it before the op wrote it
+        tensor = next((r for r, b in zip(ran.call.reads, ran.call.before, strict=True) if b is item), item)
         if id(tensor) in seen or not is_plain(item):
             continue
         seen.add(id(tensor))

@@ -274,7 +274,11 @@ class OpTraceProbe(OpProbe):
         if nested:  # lacks most kernels; its values are checked once they are dense again
             return func(*args, **kwargs)
         if kernel in UNINITIALISED:
-            return self._left_unwritten(func(*args, **kwargs), site)
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and is_watched(result):
+                self._taint.forget(result)
+                self._blank[storage_key(result)] = site  # what is not finite there before a write was made by no op
+            return result
         with _own_work(kernel):
             calls = split_calls(func, args, kwargs)
             dirty = [self._read_nonfinite(kernel, call) for call in calls]
@@ -302,13 +306,6 @@ class OpTraceProbe(OpProbe):
         if not noted:
             for tensor in ran.results:
                 self._provenance.forget(tensor)
-
-    def _left_unwritten(self, result: Any, site: Site) -> Any:
-        """Note uninitialised memory: non-finite values there, before anything is written, were made by no op."""
-        if isinstance(result, torch.Tensor) and is_watched(result):
-            self._taint.forget(result)
-            self._blank[storage_key(result)] = site
-        return result
 
     def _examine(self, ran: Ran) -> None:
         poisoned = [t for t in ran.results if is_nonfinite(t)]
@@ -438,7 +435,9 @@ class OpTraceProbe(OpProbe):
     def _read_nonfinite(self, kernel: str, call: Split) -> list[torch.Tensor]:
         """The non-finite inputs whose values the op reads."""
         bad = [t for t in call.reads if is_nonfinite(t)]
-        if bad and kernel in FILLS_A_PART and not _adds_to_what_is_there(call):
+        arguments = (*call.args, *call.kwargs.values())
+        adds = any(value is True or isinstance(value, str) for value in arguments)  # by `accumulate`, or `reduce`
+        if bad and kernel in FILLS_A_PART and not adds:
             return [t for t in bad if not (any(t is w for w in call.writes) and self._is_unwritten(t))]
         return bad
 
@@ -540,11 +539,6 @@ def _named(where: Where, ran: Ran) -> Where:
     """The address with the op's own namespace, for an operator of another library that no torch function called."""
     own = ran.func.namespace
     return where if own == "aten" or where.op != f"aten.{ran.kernel}" else replace(where, op=f"{own}.{ran.kernel}")
-
-
-def _adds_to_what_is_there(call: Split) -> bool:
-    """An `index_put_` that accumulates, a `scatter_` that reduces."""
-    return any(value is True or isinstance(value, str) for value in (*call.args, *call.kwargs.values()))
 
 
 def _shows_memory(ran: Ran) -> bool:

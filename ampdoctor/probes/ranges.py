@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampdoctor.evidence.run_facts import Place, UpdateFacts
-from ampdoctor.hooks.backwards import PLAIN
+from ampdoctor.hooks.backwards import PLAIN, parameters_of
 from ampdoctor.hooks.interfaces import ObservedRun
 from ampdoctor.numerics.counting import DeviceCounts, count, count_there, fetched, merged
 from ampdoctor.numerics.histogram import Histogram
@@ -64,7 +64,10 @@ class RangeProbe(Probe):
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         self.counted = {place: fetched(counts) for place, counts in self._step.items()}
         self._collector.add_step(self.counted)
-        self._note_hand_scale()
+        delivered = [h.amax for place, h in self.counted.items() if place.kind == "weight_grad" and h.amax is not None]
+        stepped = max((abs(float(extreme)) for extreme in self._stepped), default=0.0)
+        usable = delivered and 0.0 < stepped < math.inf
+        self.hand_scales.append(max(delivered) / stepped if usable else None)
         self._step = {}
 
     def profile(self, run: RunFacts, **more: Any) -> RangeProfile:
@@ -96,16 +99,9 @@ class RangeProbe(Probe):
         self._step[place] = counted if before is None else merged(before, counted)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._stepped += extremes(parameter.grad)  # read when the step has ended
-
-    def _note_hand_scale(self) -> None:
-        delivered = [h.amax for place, h in self.counted.items() if place.kind == "weight_grad" and h.amax is not None]
-        stepped = max((abs(float(extreme)) for extreme in self._stepped), default=0.0)
-        usable = delivered and 0.0 < stepped < math.inf
-        self.hand_scales.append(max(delivered) / stepped if usable else None)
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._stepped += extremes(parameter.grad)  # read when the step has ended
 
 
 # -- measured underflow: elements that are zero here and nonzero in the fp32 reference from the same state --
@@ -383,9 +379,8 @@ class UpdateProbe(Probe):
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             copies.clear()
-            moving = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            mine = (p for p in moving if p.dtype == torch.float32 and id(p) in names)
-            copies.extend((names[id(p)], p, p.detach().clone()) for p in mine)
+            mine = (p for p in parameters_of(optimizer) if p.dtype == torch.float32 and id(p) in names)
+            copies.extend((names[id(p)], p, p.detach().clone()) for p in mine if p.grad is not None)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -45,15 +45,11 @@ class ByMemory(dict[Memory, _V]):
 
     def __setitem__(self, key: Memory, value: _V) -> None:
         if len(self) >= self._most and key not in self:
-            for freed in [known for known in self if is_freed(known)]:
-                del self[freed]
+            for known in list(self):
+                if known.expired() if isinstance(known, StorageWeakRef) else known() is None:
+                    del self[known]
             self._most = max(FEWEST, 2 * len(self))
         super().__setitem__(key, value)
-
-
-def is_freed(key: Memory) -> bool:
-    """Whether no tensor uses this memory any more."""
-    return bool(key.expired()) if isinstance(key, StorageWeakRef) else key() is None
 
 
 def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -159,19 +155,15 @@ class Belongings:
         self.masks = frozenset(name for kind, name, t in before if kind == "buffer" and is_mask(t))
         self._moments = self._count_moments()
         self._owners = {storage_key(t): (kind, name) for kind, name, t in state}
-        self._take_views(state)
+        views: dict[Memory, list[tuple[tuple[int, int], tuple[str, str]]]] = {}  # flat buffers, bucket views
+        for kind, name, tensor in state:
+            views.setdefault(storage_key(tensor), []).append((_span(tensor), (kind, name)))
+        self._views = {key: parts for key, parts in views.items() if len({span for span, _ in parts}) > 1}
         names = self.run.parameter_names()
         for parameter in self.run.model.parameters():
             if parameter.grad is not None and is_nonfinite(parameter.grad):  # of an earlier step, and not cleared
                 self._owners[storage_key(parameter.grad)] = ("grad", names[id(parameter)])
         self._take_batch()
-
-    def _take_views(self, state: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """Record which part of a storage each tensor covers, where several share one (flat buffers, bucket views)."""
-        self._views = {}
-        for kind, name, tensor in state:
-            self._views.setdefault(storage_key(tensor), []).append((_span(tensor), (kind, name)))
-        self._views = {key: views for key, views in self._views.items() if len({span for span, _ in views}) > 1}
 
     def _owner_of(self, tensor: torch.Tensor) -> tuple[str, str]:
         """(kind, name) of the state in a tensor's memory: the part that overlaps it, a non-finite one first."""

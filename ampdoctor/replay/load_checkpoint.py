@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,19 +90,33 @@ def resume(
     absent or a part does not fit.
     """
     own_scaler = scaler_state_of(scaler)
-    file_scaler, notes = _file_scaler(state, fresh=fresh_scaler)
+    notes: tuple[str, ...] = ()
+    file_scaler = None
+    try:
+        file_scaler = read_scaler_state(state.scaler)
+    except CheckpointError as error:
+        if not fresh_scaler:
+            raise CheckpointError(f"{error}; bisect-nan --fresh-scaler goes on without it") from error
+        notes = (f"{error}, and is not loaded (--fresh-scaler)",)
     if fresh_scaler and file_scaler is not None:
-        notes = (_not_loaded(file_scaler, run, own_scaler),)
+        without = ": the run has no scaler" if run.scaler is None else ""  # it may be off, or another library's
+        starts = without if own_scaler is None else f": the replay starts at {own_scaler.scale:g}"
+        notes = (f"the checkpoint's loss scale of {file_scaler.scale:g} is not loaded (--fresh-scaler){starts}",)
+    report = partial(_report, run, scaler, file_scaler, state, own_scaler=own_scaler, fresh=fresh_scaler)
     if run.load is not None:
         made = ScalerSnapshot.of(scaler) if fresh_scaler and scaler is not None else None
         _run_hook(run, optimizers, scaler, state)
         if made is not None:
             made.restore(scaler)
-        parts = scaler, file_scaler, state
-        return _report(run, ("hook",), *parts, own_scaler=own_scaler, fresh=fresh_scaler, notes=notes)
+        return report(("hook",), notes=notes)
     weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
     if not weights.tensors and not allow_partial and run.model.state_dict(keep_vars=True):
-        raise CheckpointError(_no_weights(state))
+        parts = (("optimizer state", state.optimizers), ("a loss scaler", state.scaler))
+        held = " and ".join(name for name, part in parts if part)
+        raise CheckpointError(
+            f"the checkpoint holds no weights of the model, {f'only {held}' if held else 'nothing that is recognised'}"
+            ": a replay would start from the factory's own weights; --allow-partial accepts that"
+        )
     recorded = run.first_step is not None
     plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial, own_settings=recorded)
     loaded = [name for name, holds in (("weights", weights.tensors > 0), ("optimizer", plans.loads)) if holds]
@@ -114,54 +129,19 @@ def resume(
     if scaler is not None and scaling is not None:
         scaler.load_state_dict(scaling)
         loaded.append("scaler")
-    lacks = [
-        name
-        for name, has, wants in (
-            ("weights", bool(state.model), True),
-            ("optimizer", bool(state.optimizers), bool(optimizers)),
-            ("scaler", bool(state.scaler), scaler is not None and scaler.is_enabled()),
-        )
-        if wants and not has
-    ]
-    return _report(
-        run,
+    wanted = (
+        ("weights", state.model, True),
+        ("optimizer", state.optimizers, bool(optimizers)),
+        ("scaler", state.scaler, scaler is not None and scaler.is_enabled()),
+    )
+    return report(
         tuple(loaded),
-        scaler,
-        file_scaler,
-        state,
-        own_scaler=own_scaler,
-        fresh=fresh_scaler,
         tensors=weights.tensors,
         missing=weights.missing,
         unexpected=weights.unexpected,
         mismatched=weights.mismatched,
-        lacks=tuple(lacks),
+        lacks=tuple(name for name, held, wants in wanted if wants and not held),
         notes=(*weights.notes, *plans.notes, *notes),
-    )
-
-
-def _file_scaler(state: LoadedCheckpoint, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
-    try:
-        return read_scaler_state(state.scaler), ()
-    except CheckpointError as error:
-        if not fresh:
-            raise CheckpointError(f"{error}; bisect-nan --fresh-scaler goes on without it") from error
-        return None, (f"{error}, and is not loaded (--fresh-scaler)",)
-
-
-def _not_loaded(saved: ScalerState, run: TrainingRun, own: ScalerState | None) -> str:
-    without = ": the run has no scaler" if run.scaler is None else ""  # it may be off, or another library's
-    starts = f": the replay starts at {own.scale:g}" if own is not None else without
-    return f"the checkpoint's loss scale of {saved.scale:g} is not loaded (--fresh-scaler){starts}"
-
-
-def _no_weights(state: LoadedCheckpoint) -> str:
-    parts = (("optimizer state", state.optimizers), ("a loss scaler", state.scaler))
-    held = " and ".join(name for name, part in parts if part)
-    found = f"only {held}" if held else "nothing that is recognised"
-    return (
-        f"the checkpoint holds no weights of the model, {found}: a replay would start from the factory's own weights; "
-        "--allow-partial accepts that"
     )
 
 
@@ -181,13 +161,13 @@ def _run_hook(
 
 def _report(
     run: TrainingRun,
-    loaded: tuple[str, ...],
     scaler: torch.amp.GradScaler | None,
     file_scaler: ScalerState | None,
     state: LoadedCheckpoint,
+    loaded: tuple[str, ...],
     *,
     own_scaler: ScalerState | None,
-    fresh: bool = False,
+    fresh: bool,
     **parts: Any,
 ) -> ResumeReport:
     run_scaler = scaler_state_of(scaler)

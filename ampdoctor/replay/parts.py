@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import FactoryError, ReplayError
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.numerics.tensors import nonfinite_counts
 from ampdoctor.replay.snapshot import is_one_element
 
@@ -153,11 +154,11 @@ def default_step(
     for batch in micro_batches:
         loss = _backward(run, batch, scaler, autocast)
         total = loss if total is None else total + loss
-    trained = [o for o in optimizers.values() if any(p.requires_grad for g in o.param_groups for p in g["params"])]
+    trained = [o for o in optimizers.values() if any(p.requires_grad for p in parameters_of(o))]
     if run.max_grad_norm is not None and trained:  # a scaler refuses to step if it has not scaled anything
         for optimizer in trained:
             scaler.unscale_(optimizer)
-        held = {id(p): p for optimizer in trained for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p): p for optimizer in trained for p in parameters_of(optimizer)}
         torch.nn.utils.clip_grad_norm_(list(held.values()), run.max_grad_norm)  # the total norm: one for all optimizers
     for optimizer in trained:
         if isinstance(optimizer, torch.optim.LBFGS):

@@ -140,17 +140,14 @@ class ReplayableIterator:
         kept = _copied(item) if is_data else item
         draw = _Draw(kept, ended, is_data, self._random, [restore_of(one) for one in self._own])
         self._place.draw, self._place.behind = draw, _Place()
-        self._hold(self._place, bytes_of(kept) if is_data else 0)
-        return item, draw
-
-    def _hold(self, place: _Place, size: int) -> None:
-        """Count the bytes held, and drop the oldest items if there are too many."""
-        self._held.append((weakref.ref(place), size))
+        size = bytes_of(kept) if is_data else 0
+        self._held.append((weakref.ref(self._place), size))
         self._size += size
         while self._held and ((first := self._held[0][0]()) is None or self._size > ROOM):
             if first is not None:
                 first.draw = None
             self._size -= self._held.popleft()[1]
+        return item, draw
 
 
 class _Sized(ReplayableIterator):

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.torch_internals import default_device, reset_default_device
 from ampdoctor.precision.casting import HALVES
@@ -309,9 +310,8 @@ class Snapshot:
                 self._keep(tensor, seen)
             self._keep_modules(model, seen)
             for optimizer in optimizers.values():
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        self._keep(parameter, seen)
+                for parameter in parameters_of(optimizer):
+                    self._keep(parameter, seen)
                 self._keep_optimizer(optimizer)
             if scaler is not None:
                 kept = ScalerSnapshot.of(scaler)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.recording.journal import parameters_of
 from ampdoctor.probes.nonfinite import any_nonfinite, is_mask, is_nonfinite
 
 if TYPE_CHECKING:

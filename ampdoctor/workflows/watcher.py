@@ -21,6 +21,7 @@ from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report_target import Kept, Run
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.callbacks import Clip, on_gradient
 from ampdoctor.hooks.interfaces import OWN_TIME, causes_of, code_of, describe, is_out_of_memory
 from ampdoctor.hooks.nested import iter_tensors
@@ -201,7 +202,7 @@ class TrainingWatcher:
     @harmless
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a scaler divides an optimizer's gradients by its scale."""
-        self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
+        self._numbers.unscaling(list(parameters_of(optimizer)))
 
     @harmless
     def about_to_step(self, attempt: UpdateAttempt, losses: list[torch.Tensor]) -> None:
@@ -329,7 +330,7 @@ class TrainingWatcher:
 
     def _is_readable(self, attempt: UpdateAttempt) -> bool:
         """Whether numbers can be read without waiting for a device, or the user asked to wait."""
-        first = next((p for group in attempt.optimizer.param_groups for p in group["params"]), None)
+        first = next(parameters_of(attempt.optimizer), None)
         if first is None or self.report is not None:
             return False
         # if a scaler has waited already, the gradients are finite, and reading a loss would wait once more

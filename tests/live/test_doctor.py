@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,37 @@ from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest, WatchRequest
 
 
+@pytest.fixture
+def attending(tmp_path):
+    """A watch of what is inside; gives the reports, the sentences and the watcher."""
+    seen = SimpleNamespace(told=[], said=[])
+    request = WatchRequest(health=str(tmp_path), script="train.py")
+    seen.watcher = watcher.TrainingWatcher(request, seen.told.append, seen.said.append)
+
+    @contextmanager
+    def inside():
+        with seen.watcher.attending():
+            yield seen
+        seen.watcher.ended(None)
+
+    return inside
+
+
+@pytest.fixture
+def attended(attending):
+    """What a loop is told that is given to it, as (verdict, step); and the watcher."""
+
+    def attend(loop):
+        with attending() as seen:
+            loop()
+        assert seen.said == []
+        return [(report.verdict, report.run["step"]) for report in seen.told], seen.watcher
+
+    return attend
+
+
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_look_sees_how_far_a_scaler_settles(fused, tmp_path, monkeypatch):
+def test_one_look_sees_how_far_a_scaler_settles(fused, attending, monkeypatch):
     """What its scaler has sent to a fused optimizer is away while it looks: torch would multiply the scales."""
     seen, sent = [], []
     look = watcher.look
@@ -27,12 +58,9 @@ def test_one_look_sees_how_far_a_scaler_settles(fused, tmp_path, monkeypatch):
         return seen[-1]
 
     monkeypatch.setattr(watcher, "look", spied)
-    told = []
-    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
-    with watching.attending():
+    with attending() as watch:
         scale, skipped = trained(fused)
-    watching.ended(None)
-    assert told == []
+    assert (watch.told, watch.said) == ([], [])
     assert sent == [False, fused]
     assert [one.backoffs for one in seen] == [skipped]
     assert (scale, skipped) == (2.0**20 / 2.0**skipped, skipped)
@@ -59,29 +87,24 @@ def trained(fused):
 
 
 @pytest.mark.parametrize("model", [None, nn.Linear(4, 2)])
-def test_a_bundle_that_holds_nothing_is_not_kept(model, tmp_path):
-    told, said = [], []
+def test_a_bundle_that_holds_nothing_is_not_kept(model, attending, tmp_path):
     weight = torch.ones(4, requires_grad=True) if model is None else None
     optimizer = torch.optim.SGD([weight] if model is None else model.parameters(), lr=0.1)
-    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
-    with watching.attending():
+    with attending() as seen:
         batch = torch.full((4,), torch.nan)
         (batch * weight if model is None else model(batch)).sum().backward()
         optimizer.step()
-    watching.ended(None)
-    assert (tmp_path / "bundle-0").exists() == ("bundle" in told[0].run["kept"]) == (model is not None)
-    assert any("bisect-nan" in sentence for sentence in said) is False
+    assert (tmp_path / "bundle-0").exists() == ("bundle" in seen.told[0].run["kept"]) == (model is not None)
+    assert any("bisect-nan" in sentence for sentence in seen.said) is False
 
 
 @pytest.mark.parametrize("sick", [False, True])
-def test_a_scaler_that_skips_masters_may_settle(sick, tmp_path):
+def test_a_scaler_that_skips_masters_may_settle(sick, attending):
     """Where it would let them step cannot be asked; a loss that is not finite is looked at."""
-    told, said = [], []
     model = nn.Linear(4, 2).half()
     master_weights = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer, scaler = torch.optim.SGD(master_weights, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
-    with watching.attending():
+    with attending() as seen:
         for step in range(10):
             model.zero_grad()
             batch = torch.full((4,), torch.nan if sick and step == 9 else 1.0).half()
@@ -90,68 +113,42 @@ def test_a_scaler_that_skips_masters_may_settle(sick, tmp_path):
                 master.grad = parameter.grad.float()
             scaler.step(optimizer)
             scaler.update()
-    watching.ended(None)
-    assert said == ["step 0 was skipped by its scaler, and could not be run again: that may be health"]
-    assert [finding.code for report in told for finding in report.findings] == (["AMP204"] if sick else [])
+    assert seen.said == ["step 0 was skipped by its scaler, and could not be run again: that may be health"]
+    assert [finding.code for report in seen.told for finding in report.findings] == (["AMP204"] if sick else [])
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_of_several_optimizers_it_is_said_whose_step_was_sick(several, tmp_path, check_report):
-    told = []
+def test_of_several_optimizers_it_is_said_whose_step_was_sick(several, attending, check_report):
     critic, actor = nn.Linear(4, 1), nn.Linear(4, 1)
     opt_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
     opt_actor = torch.optim.Adam(actor.parameters(), lr=0.1)
-    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
-    with watching.attending():
+    with attending() as seen:
         for step in range(2):
             if several:
                 critic(torch.ones(4)).sum().backward()
                 opt_critic.step()
             (actor(torch.ones(4)) / (1 - step)).sum().backward()
             opt_actor.step()
-    watching.ended(None)
-    (report,) = told
+    (report,) = (*seen.told, *seen.said)
     said = "opt_actor (Adam, optimizer2 in the log)" if several else None
     assert check_report(render_json(report))["run"].get("optimizer") == said
 
 
-def by_zero_grad(model, optimizer):
-    optimizer.zero_grad()
-
-
-def by_zeros(model, optimizer):
-    model.zero_grad(set_to_none=False)
-
-
-def by_hand(model, optimizer):
+def by_hand(model, _):
     for parameter in model.parameters():
         parameter.grad = None
 
 
-def by_hand_with_zeros(model, optimizer):
-    for parameter in model.parameters():
-        parameter.grad.zero_()
-
-
-@pytest.fixture
-def attended(tmp_path):
-    """What a loop is told that is given to it, as (verdict, step); and the doctor."""
-
-    def attend(loop):
-        told = []
-        watching = watcher.TrainingWatcher(
-            WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append
-        )
-        with watching.attending():
-            loop()
-        watching.ended(None)
-        return [(report.verdict, report.run["step"]) for report in told], watching
-
-    return attend
+CLEARS = {
+    "zero_grad": lambda _, optimizer: optimizer.zero_grad(),
+    "zeros": lambda model, _: model.zero_grad(set_to_none=False),
+    "by hand": by_hand,
+    "by hand with zeros": lambda model, _: [parameter.grad.zero_() for parameter in model.parameters()],
+}
 
 
 @pytest.mark.parametrize(("clipped", "scaled"), [(False, False), (True, True)])
-@pytest.mark.parametrize("clear", [by_zero_grad, by_zeros, by_hand, by_hand_with_zeros])
+@pytest.mark.parametrize("clear", CLEARS)
 def test_gradients_that_the_loop_has_thrown_away_are_no_step_s(clear, clipped, scaled, attended):
     """A loop that leaves a sick batch out by itself trains on, and its next step is healthy."""
 
@@ -169,10 +166,10 @@ def test_gradients_that_the_loop_has_thrown_away_are_no_step_s(clear, clipped, s
             if loss.isfinite():
                 scaler.step(optimizer)
             else:
-                clear(model, optimizer)
+                CLEARS[clear](model, optimizer)
             if clipped or loss.isfinite():
                 scaler.update()
-            optimizer.zero_grad(set_to_none=clear in (by_zero_grad, by_hand))
+            optimizer.zero_grad(set_to_none=clear in ("zero_grad", "by hand"))
 
     told, watching = attended(loop)
     assert told == []
@@ -204,14 +201,10 @@ def gan(thrown_away, sick):
     return loop
 
 
-def test_what_was_thrown_away_of_one_model_is_no_alarm_at_another_s_step(attended):
-    told, _ = attended(gan("critic", sick="critic"))
-    assert told == []
-
-
-def test_what_was_thrown_away_of_one_model_hides_nothing_of_another(attended):
-    told, _ = attended(gan("critic", "generator"))
-    assert [verdict for verdict, _ in told] == ["sick"]
+@pytest.mark.parametrize(("sick", "verdicts"), [("critic", []), ("generator", ["sick"])])
+def test_what_was_thrown_away_of_one_model_is_no_alarm_at_another_s_step_and_hides_none(sick, verdicts, attended):
+    told, _ = attended(gan("critic", sick))
+    assert [verdict for verdict, _ in told] == verdicts
 
 
 def test_a_scale_with_which_one_step_is_well_is_no_verified_setting(attended):
@@ -379,20 +372,18 @@ def test_of_an_optimizer_that_calls_its_closure_itself_the_last_backward_is_run_
     assert [one.message for one in replayed.findings] == [finding.message]
 
 
-def test_clocks_that_the_script_puts_in_place_of_python_s_harm_no_watch(tmp_path, monkeypatch):
+def test_clocks_that_the_script_puts_in_place_of_python_s_harm_no_watch(attending, tmp_path, monkeypatch):
     """Tests freeze time, and a mock returns a mock."""
-    told = []
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
-    with watching.attending():
+    with attending() as seen:
         for name in ("time", "time_ns", "monotonic", "perf_counter"):
             monkeypatch.setattr(time, name, lambda: "noon")
         for _ in range(3):
             model(torch.ones(4)).sum().backward()
             optimizer.step()
-        watching.ended(None)
+        seen.watcher.ended(None)  # while the log is open
     monkeypatch.undo()
-    assert told == []
+    assert (seen.told, seen.said) == ([], [])
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert (kinds.count("step"), kinds[-1]) == (3, "end")

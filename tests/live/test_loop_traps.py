@@ -71,6 +71,14 @@ def equal(mine, theirs):
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(mine, theirs, strict=True))
 
 
+def updates(optimizer, loss_of, *, steps=STEPS):
+    """Plain updates by the losses of the steps."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(step).backward()
+        optimizer.step()
+
+
 # -- healthy loops: nothing said, nothing changed --------------------------------------------------------------------
 
 
@@ -206,11 +214,7 @@ def checkpointed(reentrant):
     def train():
         model = Checkpointed(reentrant=reentrant)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        for _ in range(STEPS):
-            loss = model(torch.randn(8, 4).requires_grad_()).pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        updates(optimizer, lambda _: model(torch.randn(8, 4).requires_grad_()).pow(2).mean())
         return model, optimizer
 
     return train
@@ -235,14 +239,14 @@ def with_closures():
 def penalised():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
+
+    def loss_of(_):
         x = torch.randn(8, 4, requires_grad=True)
         out = model(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = out.pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        return out.pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+
+    updates(optimizer, loss_of)
     return model, optimizer
 
 
@@ -363,10 +367,7 @@ def test_a_compiled_model_keeps_its_one_graph(tmp_path):
         model = mlp()
         fast = torch.compile(model, backend=counter)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        for _ in range(6):
-            optimizer.zero_grad()
-            fast(torch.randn(8, 4)).pow(2).mean().backward()
-            optimizer.step()
+        updates(optimizer, lambda _: fast(torch.randn(8, 4)).pow(2).mean(), steps=6)
         return model, optimizer
 
     alone, beside = (CompileCounterWithBackend("aot_eager") for _ in range(2))
@@ -397,10 +398,9 @@ def test_a_model_that_is_compiled_in_place_is_said_to_be_unseen(tmp_path, caplog
     model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with ampdoctor.watch(folder=tmp_path) as watch:
-        for step in range(6):
-            optimizer.zero_grad()
-            (model(torch.randn(8, 4)).pow(2).mean() * (math.inf if step == 4 else 1.0)).backward()
-            optimizer.step()
+        updates(
+            optimizer, lambda step: model(torch.randn(8, 4)).pow(2).mean() * (math.inf if step == 4 else 1.0), steps=6
+        )
     said = [record.getMessage() for record in caplog.records]
     assert sum("Sequential.compile()" in sentence for sentence in said) == 1
     assert len(lines(tmp_path)) == 6
@@ -430,11 +430,7 @@ def test_a_recomputation_is_no_call(reentrant, tmp_path):
         model = Sqrt(lambda f, x: checkpoint(f, x, use_reentrant=reentrant))
         nn.init.constant_(model.body.weight, 0.5)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        for step in range(5):
-            optimizer.zero_grad()
-            x = torch.rand(8, 4) * (step != 3)
-            model(x.requires_grad_()).mean().backward()
-            optimizer.step()
+        updates(optimizer, lambda step: model((torch.rand(8, 4) * (step != 3)).requires_grad_()).mean(), steps=5)
         return model, optimizer
 
     _, watch = watched(train, tmp_path)

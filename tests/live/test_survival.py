@@ -94,6 +94,12 @@ def train(model=None, optimizer=None, *, steps=5, bad=None, call=None):
     return model
 
 
+def in_a_thread(run):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
 def kinds(seen, kind):
     return [line for line in seen.log if line["kind"] == kind]
 
@@ -407,9 +413,7 @@ def test_the_steps_of_a_wrapped_optimizer_are_counted_once(watched, around):
 def test_threads_and_forked_children_take_no_part_in_the_step(watched):
     with watched() as seen:
         model = train(steps=2)
-        thread = threading.Thread(target=train, kwargs={"steps": 2})
-        thread.start()
-        thread.join()
+        in_a_thread(lambda: train(steps=2))
         child = os.fork()
         if child == 0:
             train(model, steps=30)
@@ -467,9 +471,7 @@ def test_a_training_in_one_other_thread_is_looked_at(watched):
     with watched() as seen:
         model = network()
         model(torch.randn(4, 8))
-        thread = threading.Thread(target=train, args=(model,), kwargs={"bad": 3})
-        thread.start()
-        thread.join()
+        in_a_thread(lambda: train(model, bad=3))
     assert [report.findings[0].code for report in seen.told] == ["AMP204"]
     assert not any("thread" in said for said in seen.said)
 
@@ -527,19 +529,13 @@ def test_a_real_process_ends_as_it_would_and_its_log_is_whole(tmp_path, how, cod
     assert (tmp_path / "h" / "bundle-30" / "manifest.json").is_file() == (how in ("removed", "chdir"))
 
 
-def _in_a_thread(run):
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-
-
 def _beside_a_thread(model, bad):
     """Another thread trains a model of its own between this one's forward and backward."""
     optimizer, critic = torch.optim.SGD(model.parameters(), 0.05), nn.Linear(8, 1)
     other = torch.optim.SGD(critic.parameters(), 0.05)
     for step in range(5):
         y = model(torch.randn(4, 8))
-        _in_a_thread(lambda: (critic(torch.randn(4, 8)).sum().backward(), other.step()))
+        in_a_thread(lambda: (critic(torch.randn(4, 8)).sum().backward(), other.step()))
         y = torch.log(y * 0 - 1) if step == bad else y
         optimizer.zero_grad()
         y.square().mean().backward()

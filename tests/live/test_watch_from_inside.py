@@ -37,12 +37,17 @@ class Loop:
         self.model, self.sick = Net(), sick
         self.optimizer = optimizer(self.model.parameters(), lr=1e-3, **settings)
 
-    def __call__(self, steps=8):
+    def __call__(self, steps=8, scaler=None):
         for step in range(steps):
             loss = self.model(torch.randn(16, 4), 0.0 if step in self.sick else 1e-3).pow(2).mean()
             self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
+            if scaler is None:
+                loss.backward()
+                self.optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(self.optimizer)
+                scaler.update()
 
     @property
     def state(self):
@@ -217,14 +222,9 @@ def test_a_scaler_of_another_class_is_told_when_it_is_named(tmp_path):
         def update(self):
             pass
 
-    loop, scaler = Loop(), Scaler()
+    scaler = Scaler()
     with ampdoctor.watch(scaler=scaler, folder=tmp_path, tell=lambda _: None) as watch:
-        for step in range(4):
-            loss = loop.model(torch.randn(16, 4), 0.0 if step == 2 else 1e-3).pow(2).mean()
-            loop.optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(loop.optimizer)
-            scaler.update()
+        Loop(sick=(2,))(4, scaler)
     assert scaler.skipped == 1
     assert watch.report.run["step"] == 2
     assert set(vars(scaler)) == {"factor", "skipped"}
@@ -260,12 +260,7 @@ def test_a_fused_scalers_skip_that_is_heard_late_is_not_the_weights_harm(
     monkeypatch.setattr("ampdoctor.live.loop_watch._holds_back", lambda _: None)  # as where only the device knows
     loop, scaler = Loop(sick=sick, fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
     with ampdoctor.watch(folder=tmp_path, tell=lambda _: None) as watch:
-        for step in range(8):
-            loss = loop.model(torch.randn(16, 4), 0.0 if step in sick else 1e-3).pow(2).mean()
-            loop.optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(loop.optimizer)
-            scaler.update()
+        loop(8, scaler)
     steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if line["kind"] == "step" and line["skipped"]] == list(sick)
     assert steps[-1]["accepted"] == 8 - len(sick)

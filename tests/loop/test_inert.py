@@ -14,13 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.hooks.json_values import (
-    NotSerializableError,
-    UnreadableTreeError,
-    function_named,
-    read,
-    written,
-)
+from ampdoctor.hooks.json_values import NotSerializableError, UnreadableTreeError, function_named, read, written
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - as users write them
 
@@ -46,29 +40,11 @@ def there_and_back(value):
 @pytest.mark.parametrize(
     "value",
     [
-        None,
-        True,
-        -3,
-        2.5,
-        math.inf,
-        "text",
-        1 + 2j,
-        b"\x00\xff",
-        [1, (2, [3])],
-        {1: "a", (2, 3): None},
-        {1, 2},
-        slice(None, 3),
-        range(2, 9, 3),
-        Ellipsis,
-        torch.float16,
-        torch.device("cuda", 1),
-        torch.Size([2, 3]),
-        torch.channels_last,
-        torch.nn.functional.gelu,
-        torch.Tensor.T.__get__,
-        Point(1, [2]),
-        Config(3, deep={"a": Config(4)}),
-        Attributed(a=1),
+        *(None, True, -3, 2.5, math.inf, "text", 1 + 2j, b"\x00\xff", Ellipsis),
+        *([1, (2, [3])], {1: "a", (2, 3): None}, {1, 2}, slice(None, 3), range(2, 9, 3)),
+        *(torch.float16, torch.device("cuda", 1), torch.Size([2, 3]), torch.channels_last),
+        *(torch.nn.functional.gelu, torch.Tensor.T.__get__),
+        *(Point(1, [2]), Config(3, deep={"a": Config(4)}), Attributed(a=1)),
     ],
     ids=lambda value: str(value).partition(" at 0x")[0],
 )

@@ -5,13 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ampdoctor.hooks.names import (
-    clean_names,
-    clean_tensor_names,
-    common_prefix_fit,
-    match_keys,
-    other_names,
-)
+from ampdoctor.hooks.names import clean_names, clean_tensor_names, common_prefix_fit, match_keys, other_names
 
 
 class Inner(nn.Module):

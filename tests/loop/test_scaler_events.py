@@ -10,6 +10,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
 from ampdoctor.hooks.scaler_events import StepEvents
 from ampdoctor.replay.session import Session
+from tests.probes.traced import stepped
 
 CPU = torch.device("cpu")
 
@@ -27,10 +28,7 @@ def outcome_of(step, *, scaler=16.0, optimizers=1, factor=1.0):
         optimizer=optimizer,
         scaler={"init_scale": scaler} if scaler else None,
     )
-    session = Session(run, device=CPU)
-    with session.watched():
-        assert session.has_step(0)
-        return session.step(0)
+    return stepped(Session(run, device=CPU))[0]
 
 
 class OwnScaler(torch.amp.GradScaler):

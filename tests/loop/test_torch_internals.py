@@ -8,11 +8,7 @@ from torch.autograd import Variable
 from torch.autograd import backward as bound_backward
 from torch.autograd import grad as bound_grad
 
-from ampdoctor.hooks.torch_internals import (
-    replaced,
-    seen_backwards,
-    shims,
-)
+from ampdoctor.hooks.torch_internals import replaced, seen_backwards, shims
 
 
 def leaf():

@@ -15,13 +15,7 @@ from ampdoctor.numerics.tensors import E8M0
 
 WIDE = (torch.float64, torch.float32)
 HALF = (torch.float16, torch.bfloat16)
-EIGHT = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    *E8M0,
-)
+EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, *E8M0)
 DTYPES = WIDE + HALF + EIGHT
 _INTEGER = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.uint8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -58,10 +52,9 @@ def tensors(dtype: torch.dtype, *, max_size: int = 60) -> st.SearchStrategy[torc
 @st.composite
 def close_tensors(draw: st.DrawFn, dtype: torch.dtype) -> torch.Tensor:
     """Magnitudes of about as many bins as a byte tells apart, on either side of that, among what is set apart."""
-    bits, step, infinity = {
-        torch.float32: (32, 2**20, 0x7F800000),
-        torch.float64: (64, 2**49, 0x7FF0000000000000),
-    }[dtype]
+    bits, step, infinity = {torch.float32: (32, 2**20, 0x7F800000), torch.float64: (64, 2**49, 0x7FF0000000000000)}[
+        dtype
+    ]
     low = draw(st.integers(0, infinity // step - 1))
     high = min(low + draw(st.sampled_from([0, 1, 254, 255, 256, 257, 300])), infinity // step - 1)
     bins = st.one_of(st.just(low), st.just(high), st.integers(low, high))
@@ -101,10 +94,5 @@ def brute_round(value: float, fmt: FloatFormat) -> float:
     return float(quotient * step)
 
 
-CASTABLE = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "e4m3fn": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-}
+CASTABLE = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 """The formats but fp32, with torch's dtype."""

@@ -141,24 +141,22 @@ def test_what_cannot_be_non_finite_does_not_fire(tensor):
     assert nonfinite_counts(tensor.to("meta")) == (0, 0, 0)
 
 
-class _SeenFunctions(TorchFunctionMode):
+class _Seen:
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[object] = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def _called(self, func, types, args=(), kwargs=None):
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
 
-class _SeenOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[object] = []
+class _SeenFunctions(_Seen, TorchFunctionMode):
+    __torch_function__ = _Seen._called
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
+
+class _SeenOps(_Seen, TorchDispatchMode):
+    __torch_dispatch__ = _Seen._called
 
 
 @pytest.mark.parametrize("look", [extremes, nonfinite_counts, describe, count])

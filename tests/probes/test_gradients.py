@@ -8,6 +8,7 @@ from torch import nn
 from ampdoctor import TrainingRun
 from ampdoctor.probes.gradients import GradientProbe
 from ampdoctor.replay.session import Session
+from tests.probes.traced import stepped
 
 
 def make_run():
@@ -32,9 +33,7 @@ def make_run():
 
 def test_a_group_that_a_step_adds_has_names():
     session, probe = Session(make_run(), device=torch.device("cpu")), GradientProbe()
-    with session.watched(probe):
-        session.has_step(0)
-        session.step(0)
+    stepped(session, probe)
     assert set(probe.gradients) > {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert len(probe.gradients) == 5
     session.close()

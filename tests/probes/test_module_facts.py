@@ -10,6 +10,7 @@ from ampdoctor.evidence.run_facts import OVERFLOWED
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.replay.session import Session
+from tests.probes.traced import stepped
 
 SPEC = importlib.util.spec_from_file_location("attention_runs", Path(__file__).parent / "attention_runs.py")
 runs = importlib.util.module_from_spec(SPEC)
@@ -19,9 +20,8 @@ SPEC.loader.exec_module(runs)
 def facts_of(run, policy="cuda"):
     session = Session(run, device=torch.device("cpu"))
     probe = FormatsProbe()
-    with autocast_policy(policy), session.watched(probe):
-        assert session.has_step(0)
-        session.step(0)
+    with autocast_policy(policy):
+        stepped(session, probe)
     return {facts.name: facts for facts in probe.facts()}
 
 

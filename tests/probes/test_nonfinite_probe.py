@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
-from tests.probes.traced import Inline, session_of
+from tests.probes.traced import Inline, session_of, stepped
 
 NAN, INF = math.nan, math.inf
 
@@ -121,9 +121,7 @@ def observed_in(seed=0, factor=1.0, calls=1):
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 1))
     session = session_of(model, lambda m, x: sum(m(x) for _ in range(calls)).sum(), [torch.ones(2, 3) * factor])
     probe = NonFiniteProbe()
-    with session.watched(probe):
-        assert session.has_step(0)
-        session.step(0)
+    stepped(session, probe)
     return probe.observed
 
 

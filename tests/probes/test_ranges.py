@@ -24,6 +24,7 @@ from ampdoctor.probes.gradients import GradientProbe
 from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RunFacts
 from ampdoctor.replay.session import Session
+from tests.probes.traced import stepped
 
 SPEC = importlib.util.spec_from_file_location(
     "ranges_runs", Path(__file__).parents[1] / "workflows" / "measuring" / "ranges_runs.py"
@@ -44,10 +45,8 @@ def session_of(run):
 
 def measured(session, steps, plan=None):
     probe = RangeProbe(plan)
-    with session.reference(), session.watched(probe):
-        for step in range(steps):
-            assert session.has_step(step)
-            session.step(step)
+    with session.reference():
+        stepped(session, probe, steps=steps)
     profile = probe.profile(RunFacts(precision="fp16"))
     found = {}
     for index, (site, histogram) in enumerate(zip(profile.sites, profile.histograms, strict=True)):
@@ -154,33 +153,24 @@ def test_no_hook_outlives_the_replay(fails):
     session = session_of(run)
     for probe in (RangeProbe(), FormatsProbe(), ReferenceGradients(None)):
         expected = pytest.raises(UserCodeError, match="mine") if fails else nullcontext()
-        with expected, session.watched(probe):
-            assert session.has_step(0)
-            session.step(0)
+        with expected:
+            stepped(session, probe)
         assert hooks_of(session.model) == 0
 
 
 def test_a_probed_step_is_the_same_step():
     plain, probed = session_of(runs.tied()), session_of(runs.tied())
-    probe = RangeProbe()
-    for step in range(2):
-        assert plain.has_step(step)
-        assert probed.has_step(step)
-        expected = plain.step(step)
-        with probed.watched(probe):
-            outcome = probed.step(step)
-        assert outcome.loss == expected.loss
+    expected, outcomes = stepped(plain, steps=2), stepped(probed, RangeProbe(), steps=2)
+    assert [outcome.loss for outcome in outcomes] == [outcome.loss for outcome in expected]
     for a, b in zip(plain.model.parameters(), probed.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(("policy", "norm_is_half"), [("cuda", False), ("native", True)])
 def test_the_plan_follows_the_policy(policy, norm_is_half):
-    session = session_of(runs.tied())
     probe = FormatsProbe()
-    assert session.has_step(0)
-    with autocast_policy(policy), session.watched(probe):
-        session.step(0)
+    with autocast_policy(policy):
+        stepped(session_of(runs.tied()), probe)
     plan = probe.plan
     assert {"block.up", "block.act", "block.down", "head", "frozen"} <= plan.outputs
     assert ("block.norm" in plan.outputs) is norm_is_half or norm_is_half  # layer_norm of an fp32 input stays fp32
@@ -212,9 +202,8 @@ def test_an_input_gradient_is_only_what_flows_through_that_module():
     )
     session = session_of(run)
     start, halves = session.snapshot(), FormatsProbe()
-    assert session.has_step(0)
-    with autocast_policy("cuda"), session.watched(halves):
-        session.step(0)
+    with autocast_policy("cuda"):
+        stepped(session, halves)
     start.restore()
     assert halves.plan.inputs == {"a", "b"}
     _, sites = measured(session, 1, halves.plan)
@@ -225,16 +214,14 @@ def test_an_input_gradient_is_only_what_flows_through_that_module():
     assert not sites["norm", "activation_grad", "output"].site.half
 
 
-def compared(session, scale_step=0):
+def compared(session):
     reference = ReferenceGradients(None)
     ranges = ZeroedProbe(reference)
     start = session.snapshot()
-    assert session.has_step(scale_step)
-    with session.reference(), session.watched(reference):
-        session.step(scale_step)
+    with session.reference():
+        stepped(session, reference)
     start.restore()
-    with session.watched(ranges):
-        session.step(scale_step)
+    stepped(session, ranges)
     return ranges.zeroed
 
 
@@ -268,9 +255,8 @@ def test_the_kept_exponents_are_those_of_the_values(dtype):
 def test_what_the_optimizer_gets_follows_from_what_the_backward_delivers(accumulation):
     session = session_of(runs.tied(accumulation=accumulation, precision="fp32", scale=None))
     reference, received = ReferenceGradients(None), GradientProbe()
-    assert session.has_step(0)
-    with session.reference(), session.watched(reference, received):
-        session.step(0)
+    with session.reference():
+        stepped(session, reference, received)
     found = reference.received(session)
     assert found.keys() == received.gradients.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in received.gradients.items())
@@ -280,11 +266,9 @@ def test_kept_gradients_are_gone_with_their_last_name():
     session = session_of(runs.tied())
     reference = ReferenceGradients(None)
     probe = ZeroedProbe(reference)
-    assert session.has_step(0)
-    with session.reference(), session.watched(reference):
-        session.step(0)
-    with session.watched(probe):
-        session.step(0)
+    with session.reference():
+        stepped(session, reference)
+    stepped(session, probe)
     kept = [weakref.ref(gradient) for gradient in reference.weights.values()]
     gc.disable()  # a circle of references would wait for it, with a copy of the model
     try:

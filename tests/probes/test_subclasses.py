@@ -11,7 +11,7 @@ from ampdoctor.numerics.tensors import describe, extremes, is_readable, parts_of
 from ampdoctor.precision.spec import as_plain_linears
 from ampdoctor.probes.formats_seen import FormatsProbe
 from ampdoctor.probes.written_state import OldCastsProbe
-from tests.probes.traced import Inline, births_of, session_of, trace_of
+from tests.probes.traced import Inline, births_of, session_of, stepped, trace_of
 
 aten = torch.ops.aten
 
@@ -151,9 +151,7 @@ def test_one_without_memory_of_its_own_ends_no_search_for_casts(probe):
 
     model = Inline(forward, first=nn.Linear(4, 4), second=Float8Linear(4, 4))
     session, watching = session_of(model, loss, [torch.randn(3, 4)]), probe()
-    with session.watched(watching):
-        assert session.has_step(0)
-        session.step(0)
+    stepped(session, watching)
     session.close()
     seen = watching.found if probe is OldCastsProbe else watching.plan.parameters
     assert set(seen) == (set() if probe is OldCastsProbe else {"first.weight", "first.bias"})

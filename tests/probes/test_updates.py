@@ -11,6 +11,7 @@ from ampdoctor.numerics import tensors
 from ampdoctor.probes import ranges
 from ampdoctor.probes.ranges import UpdateProbe
 from ampdoctor.replay.session import Session
+from tests.probes.traced import stepped
 
 SPEC = importlib.util.spec_from_file_location("attention_runs", Path(__file__).parent / "attention_runs.py")
 runs = importlib.util.module_from_spec(SPEC)
@@ -20,10 +21,8 @@ SPEC.loader.exec_module(runs)
 def looked_at(run, steps, wanted):
     session = Session(run, device=torch.device("cpu"))
     probe = UpdateProbe(wanted)
-    with session.reference(), session.watched(probe):
-        for step in range(steps):
-            assert session.has_step(step)
-            session.step(step)
+    with session.reference():
+        stepped(session, probe, steps=steps)
     return {facts.name: facts for facts in probe.facts()}
 
 

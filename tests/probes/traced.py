@@ -29,13 +29,19 @@ def session_of(model, loss, batches, **changes):
     return Session(TrainingRun(model=model, batches=batches, loss=loss, **given), device=torch.device("cpu"))
 
 
+def stepped(session, *probes, steps=1):
+    """The first steps of a session under the probes; gives their outcomes."""
+    with session.watched(*probes):
+        outcomes = [session.step(step) for step in range(steps) if session.has_step(step)]
+    assert len(outcomes) == steps
+    return outcomes
+
+
 def trace_of(model, loss, batch=None, **changes):
     """(trace, nonfinite) of one step."""
     tracer, sums = OpTraceProbe(), NonFiniteProbe()
     session = session_of(model, loss, [torch.ones(2) if batch is None else batch], **changes)
-    with session.watched(sums, tracer):
-        assert session.has_step(0)
-        session.step(0)
+    stepped(session, sums, tracer)
     session.close()
     return tracer.trace, sums.report
 

@@ -67,11 +67,7 @@ def test_it_is_the_profile_of_the_unscaled_gradients():
     for name in ("amax", "nonzero", "power", "flushed", "error"):
         assert getattr(profile.series, name).tolist() == pytest.approx(getattr(expected.series, name), rel=1e-6)
     assert profile.run == RunFacts(
-        precision="fp16",
-        scaler={"scale": 2.0, "growth_interval": 2000},
-        loss_scale=2.0,
-        accumulation=2,
-        loss_amax=2.0,
+        precision="fp16", scaler={"scale": 2.0, "growth_interval": 2000}, loss_scale=2.0, accumulation=2, loss_amax=2.0
     )
 
 

@@ -24,13 +24,7 @@ def refusal(code, *arguments):
     return explained(caught.value)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        lambda x: x.masked_fill(MASK, -1e9),
-        lambda x: functional.pad(x, (1, 1), value=-1e9),
-    ],
-)
+@pytest.mark.parametrize("code", [lambda x: x.masked_fill(MASK, -1e9), lambda x: functional.pad(x, (1, 1), value=-1e9)])
 def test_a_constant_beyond_float16(code):
     said = refusal(code, WIDE.half())
     assert "65504" in said

@@ -20,6 +20,7 @@ from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.parts import choose_device
 from ampdoctor.replay.session import Session
+from tests.probes.traced import stepped
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -65,14 +66,16 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def two_optimizers(model):
+    return {
+        "head": torch.optim.SGD(model.head.parameters(), lr=0.1),
+        "rest": torch.optim.Adam([p for n, p in model.named_parameters() if not n.startswith("head")]),
+    }
+
+
 def by_hand(model, *, precision, scale=None, accumulate=1, clip=None, divide=True, steps=STEPS, two=False, decay=False):
     """The recipe of PyTorch's AMP page, and nothing of ours."""
-    optimizers = [adam(model)]
-    if two:
-        optimizers = [
-            torch.optim.SGD(model.head.parameters(), lr=0.1),
-            torch.optim.Adam([p for n, p in model.named_parameters() if not n.startswith("head")]),
-        ]
+    optimizers = [*two_optimizers(model).values()] if two else [adam(model)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers] if decay else []
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     losses = []
@@ -111,15 +114,10 @@ def same(first, second):
 
 def replayed(run, *probes, precision=None, steps=STEPS):
     session = Session(run, device=CPU, precision=precision)
-    losses = []
     try:
-        with session.watched(*probes):
-            for step in range(steps):
-                assert session.has_step(step)
-                losses.append(session.step(step).loss)
+        return [outcome.loss for outcome in stepped(session, *probes, steps=steps)]
     finally:
         session.close()
-    return losses
 
 
 def probes():
@@ -138,17 +136,11 @@ RECIPES = {
 
 
 def run_of(model, *, precision, scale=None, accumulate=1, clip=None, divide=True, steps=STEPS, two=False, decay=False):
-    optimizer = adam
-    if two:
-        optimizer = lambda m: {  # noqa: E731
-            "head": torch.optim.SGD(m.head.parameters(), lr=0.1),
-            "rest": torch.optim.Adam([p for n, p in m.named_parameters() if not n.startswith("head")]),
-        }
     return TrainingRun(
         model=model,
         batches=lambda: iter(batches(steps * accumulate)),
         loss=loss,
-        optimizer=optimizer,
+        optimizer=two_optimizers if two else adam,
         scheduler=(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)) if decay else None,
         precision=precision,
         scaler=None if scale is None else {"init_scale": scale},
@@ -203,10 +195,7 @@ def test_master_weights():
         master_weights=True,
     )
     session = Session(run, device=CPU)
-    with session.watched(*probes()):
-        for step in range(STEPS):
-            assert session.has_step(step)
-            session.step(step)
+    stepped(session, *probes(), steps=STEPS)
     assert same(state(ours), state(hand))
     held = session.optimizers["optimizer"].param_groups[0]["params"]
     assert all(torch.equal(a, b) for a, b in zip(held, master_weights, strict=True))
@@ -327,12 +316,8 @@ def test_hooks_modes_and_wrapped_methods_are_gone(fails):
     attributes = set(vars(session.scaler)), set(vars(optimizer)), set(vars(torch.autograd))
     engine = torch.autograd.Variable._execution_engine
     expected = {"no": nullcontext(), "interrupt": pytest.raises(KeyboardInterrupt)}
-    with (
-        expected.get(fails, pytest.raises(UserCodeError, match="step 0 raised")),
-        session.watched(NonFiniteProbe(), GradientProbe(), OpTraceProbe()),
-    ):
-        assert session.has_step(0)
-        session.step(0)
+    with expected.get(fails, pytest.raises(UserCodeError, match="step 0 raised")):
+        stepped(session, NonFiniteProbe(), GradientProbe(), OpTraceProbe())
     assert leftovers(model) == []
     assert attributes == (set(vars(session.scaler)), set(vars(optimizer)), set(vars(torch.autograd)))
     assert torch.autograd.Variable._execution_engine is engine

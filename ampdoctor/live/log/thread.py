@@ -322,7 +322,10 @@ class Writer(Thread):
                 self._begin(segments)
                 self._write(segments, whole, text)
         self._begin(segments)
-        self._tell_lost(segments, now=ends)
+        lost = replace(tray.lost, thinned=segments.thinned)
+        if lost != self._lost and (ends or monotonic() - self._told_lost > LOST_EVERY_S):
+            self._lost, self._told_lost = lost, monotonic()
+            self._write_now(segments, lost)
 
     def _texts(self, handed: QueuedLine) -> Iterator[tuple[LogRecord, str]]:
         """Yields whole lines with their text: several for a long detail, none for an empty or failed one."""
@@ -351,12 +354,6 @@ class Writer(Thread):
     def _write_now(self, segments: Segments, line: Line) -> None:
         whole = self._tray.now(line)
         self._write(segments, whole, text_of(whole))
-
-    def _tell_lost(self, segments: Segments, *, now: bool) -> None:
-        lost = replace(self._tray.lost, thinned=segments.thinned)
-        if lost != self._lost and (now or monotonic() - self._told_lost > LOST_EVERY_S):
-            self._lost, self._told_lost = lost, monotonic()
-            self._write_now(segments, lost)
 
     def _describe(self, segments: Segments) -> None:
         facts = self._tray.facts

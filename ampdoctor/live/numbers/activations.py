@@ -28,13 +28,19 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """The output of a module. `values`, `extremes` and `norm` are on its device."""
+class AtModule:
+    """A sampled tensor at a module's edge, on its device: the gradient of its output or input, or the output."""
 
-    part: str  # "output", with the path in it of the first tensor
+    part: str  # "output", with the path in it of the first tensor, or "input"
     call: int  # number of the module's call in the step, from 0
     sampled: Sampled  # describes `values`; its name is the module's
-    values: Tensor  # a copy of its sampled elements, one-dimensional
+    values: Tensor  # a copy of its sampled elements, one-dimensional; a gradient's carry the loss scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation(AtModule):
+    """The output of a module."""
+
     extremes: tuple[Tensor, Tensor]  # its smallest and largest element
     norm: Tensor  # L2 norm of all elements
 
@@ -138,22 +144,12 @@ def _uncompiled(name: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
 # -- gradients of outputs: a half format loses some of their values before they reach a layer --
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationGrad:
-    """The gradient of a module's output or input."""
-
-    part: str  # "output" or "input"
-    call: int  # number of the module's call in the step, from 0
-    sampled: Sampled  # describes `values`; its name is the module's
-    values: Tensor  # a copy of its sampled elements, one-dimensional and on its device; carries the loss scale
-
-
-def arrived(module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> ActivationGrad | None:
+def arrived(module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> AtModule | None:
     """Samples a gradient of any shape, layout and device, without waiting; None where there is nothing to count."""
     if not (gradient.is_floating_point() or gradient.is_complex()) or gradient.is_meta or not gradient.numel():
         return None
     (samples,) = sample([(module, gradient)])
-    return ActivationGrad(part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
+    return AtModule(part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
 
 
 # -- batches --

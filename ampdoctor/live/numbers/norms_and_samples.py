@@ -48,9 +48,12 @@ def norms_of(named: Iterable[tuple[str, Tensor]]) -> list[Norms]:
     found = []
     for by_dtype in groups.values():
         names = [name for part, _ in by_dtype.values() for name in part]
-        lists = [tensors for _, tensors in by_dtype.values()]
-        with Unseen(lists[0][0]):
-            found.append(Norms(names=tuple(names), vector=_vector(lists)))
+        with Unseen(next(iter(by_dtype.values()))[1][0]):
+            vectors = [
+                torch.stack(torch._foreach_norm(tensors, 2.0, dtype=None if dtype == torch.float64 else torch.float32))
+                for dtype, (_, tensors) in by_dtype.items()
+            ]
+            found.append(Norms(names=tuple(names), vector=vectors[0] if len(vectors) == 1 else torch.cat(vectors)))
     return found
 
 
@@ -59,15 +62,6 @@ def total(vector: Tensor) -> Tensor:
     with Unseen(vector):
         norm: Tensor = torch.linalg.vector_norm(vector)
     return norm
-
-
-def _vector(lists: Sequence[list[Tensor]]) -> Tensor:
-    """Returns the norms of lists of tensors, each list of one dtype, all on one device."""
-    parts = []
-    for tensors in lists:
-        wide = None if tensors[0].dtype == torch.float64 else torch.float32
-        parts.append(torch.stack(torch._foreach_norm(tensors, 2.0, dtype=wide)))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 # -- samples: a few thousand elements of each tensor, always the same ones, in one buffer a device --

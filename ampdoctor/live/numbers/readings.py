@@ -14,7 +14,7 @@ from torch import Tensor
 from ampdoctor.evidence.log_records import DetailLine, TensorDetail
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.numbers.activations import HALF, NO_BATCH, Activation, ActivationGrad, BatchReading, batch_of
+from ampdoctor.live.numbers.activations import HALF, NO_BATCH, Activation, AtModule, BatchReading, batch_of
 from ampdoctor.live.numbers.async_reader import PackedTensors
 from ampdoctor.live.numbers.norms_and_samples import Moved, Sampled, Updates, cut, moved
 from ampdoctor.numerics.counting import count
@@ -176,7 +176,7 @@ class PendingReading:
     extremes: tuple[str, ...] = ()  # names of gradients, in the order of the pairs in "extremes"
     updates: Updates | None = None  # parameters, in the order of "parameters" and "changes"
     returned: tuple[Activation, ...] = ()  # in the order of "returned", "returned_extremes" (pairs), "returned_norm"
-    arrived: tuple[ActivationGrad, ...] = ()  # in the order of "arrived"
+    arrived: tuple[AtModule, ...] = ()  # in the order of "arrived"
     batches_are_numbers: bool = False  # "batches" holds numbers, not ids
     batch_elements: int = 0  # elements of the batches that "batches" is a sample of
     parcel: PackedTensors = field(default_factory=PackedTensors)

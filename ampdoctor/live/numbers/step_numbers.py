@@ -14,7 +14,7 @@ from ampdoctor.evidence.log_records import DetailLine
 from ampdoctor.hooks.callbacks import Clip, OnClip, on_clip
 from ampdoctor.hooks.interfaces import harmless_until
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.numbers.activations import ActivationGrad, Activations, arrived, drawn_from, is_numbers
+from ampdoctor.live.numbers.activations import Activations, AtModule, arrived, drawn_from, is_numbers
 from ampdoctor.live.numbers.async_reader import AsyncReader
 from ampdoctor.live.numbers.norms_and_samples import Updates, local, norms_of, sample, total
 from ampdoctor.live.numbers.readings import ClipLog, IndexOf, PendingReading, StepReading, detail_of, step_of
@@ -110,7 +110,7 @@ class StepNumbers:
         self._clips = ClipLog()
         self._losses: list[Tensor] = []
         self._batches: list[tuple[Tensor, bool, int]] = []
-        self._incoming: list[ActivationGrad] = []
+        self._incoming: list[AtModule] = []
         self._activations = Activations(self.fail)
         self._open: dict[str, PendingReading] = {}  # by optimizer: the steps that are about to be taken
         self._asked, self._asked_for = 0, SAMPLED
@@ -251,8 +251,9 @@ class StepNumbers:
         if self._reason is not None:
             again = self._open.get(optimizer)
             add_gradients(step, named)
-            counted = [(name, p) for name, p in parameters if _has_numbers(p)]
-            add_parameters(step, counted, None if again is None else again.updates)
+            # a quantised parameter may consist of bytes
+            real = (one for one in parameters if one[1].is_floating_point() or one[1].is_complex())
+            add_parameters(step, [one for one in real if not one[1].is_meta], None if again is None else again.updates)
         step.parcel.pack()
         self._open[optimizer] = step
         return norm
@@ -303,8 +304,3 @@ class StepNumbers:
             self._on_step(reading)
             if step.reason is not None:
                 self._on_detail(functools.partial(detail_of, step, kept))
-
-
-def _has_numbers(parameter: Tensor) -> bool:
-    """Whether a parameter has real or complex values; a quantised one may consist of bytes."""
-    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_meta

@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.nested import map_kind
 from ampdoctor.hooks.program import (
     Backward,
@@ -32,13 +31,6 @@ from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.tape import Links, Tape, is_lost, links_of
 
 # -- gradients --
-
-
-def parameters_of(owner: Any) -> Iterator[torch.Tensor]:
-    """Yields the parameters of a model or of an optimizer."""
-    if isinstance(owner, nn.Module):
-        return owner.parameters()
-    return chain.from_iterable(map(itemgetter("params"), owner.param_groups))
 
 
 class Gradients:

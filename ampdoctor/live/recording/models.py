@@ -138,8 +138,9 @@ class OutermostModels:
     def _is_redirected(self, module: nn.Module) -> bool:
         """Whether a wrapper runs another part of the loop instead of the forward, as Lightning lets DDP do."""
         wrapped = _wrapped_in(module)
-        if wrapped is None or not _has_another_forward(wrapped):
-            return False
+        forward = None if wrapped is None else vars(wrapped).get("forward")
+        if wrapped is None or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+            return False  # its own forward, or one that wraps it (`torch.autocast(...)(model.forward)`)
         key = id(wrapped)
         if wrapped is not module:
             self._redirected[key] = weakref.ref(wrapped, lambda _: self._redirected.pop(key, None))
@@ -220,12 +221,6 @@ def _wrapped_in(module: nn.Module) -> nn.Module | None:
             return None
         module = getattr(module, held)
     return module
-
-
-def _has_another_forward(module: nn.Module) -> bool:
-    """Whether a function replaces the forward, rather than wraps it (`torch.autocast(...)(model.forward)`)."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
 
 
 def _root_of(module: nn.Module) -> tuple[str, nn.Module]:

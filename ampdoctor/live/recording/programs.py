@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.program import (
     Backward,
     Call,
@@ -29,7 +30,6 @@ from ampdoctor.live.recording.journal import (
     Gradients,
     RecordedInstructions,
     leads_to,
-    parameters_of,
     renumbered,
     together,
 )
@@ -91,7 +91,8 @@ class StepPrograms:
         self._gradients.find_edited()
         edited = (name for key, name in tape.names.items() if self._gradients.is_edited(key))
         doubts = list(self._doubts(model, indices, calls, failed))
-        if optimizer is not None and _needs_closure(optimizer):
+        closure = None if optimizer is None else inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:  # as LBFGS
             optimizer, doubts = None, [_BY_CLOSURE, *doubts]
         return Program(
             model=model,
@@ -185,12 +186,6 @@ def with_changed_buffers(program: Program) -> Program:
 
 def _same(here: torch.Tensor, there: torch.Tensor) -> bool:
     return here.shape == there.shape and here.dtype == there.dtype and torch.equal(here, there)
-
-
-def _needs_closure(optimizer: Any) -> bool:
-    """Whether an optimizer cannot step without a closure, as LBFGS."""
-    taken = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return taken is not None and taken.default is inspect.Parameter.empty
 
 
 # -- kept updates: they lead from a checkpoint to a step whose numbers arrive late --

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from ampdoctor.hooks.backwards import UsedGradients, mark_scaled, scaled_within
+from ampdoctor.hooks.backwards import UsedGradients, mark_scaled, parameters_of, scaled_within
 from ampdoctor.hooks.callbacks import Clip, NumberReads
 from ampdoctor.hooks.interfaces import harmless_until
 from ampdoctor.hooks.process_state import RandomState
@@ -32,7 +32,7 @@ from ampdoctor.hooks.program import (
 )
 from ampdoctor.hooks.torch_internals import Backward as SeenBackward
 from ampdoctor.hooks.torch_internals import in_backward, seen_backwards, transforms, under_fake_tensors, unseen
-from ampdoctor.live.recording.journal import MOST, Gradients, RecordedInstructions, parameters_of, prefixed, together
+from ampdoctor.live.recording.journal import MOST, Gradients, RecordedInstructions, prefixed, together
 from ampdoctor.live.recording.models import SEVERAL, OutermostModels, Trainers
 from ampdoctor.live.recording.programs import KeptUpdate, StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.samples import GradientSamples, HandUpdates

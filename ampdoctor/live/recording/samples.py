@@ -12,10 +12,10 @@ import torch
 
 from ampdoctor.evidence.location import NonFinite
 from ampdoctor.evidence.run_facts import Change
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.callbacks import FunctionObserver
 from ampdoctor.hooks.program import Line
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.recording.journal import parameters_of
 from ampdoctor.live.recording.tape import is_lost
 from ampdoctor.numerics.tensors import is_plain
 from ampdoctor.probes.user_code import user_line

@@ -225,8 +225,10 @@ class Tape:
             and torch.is_grad_enabled()
             and any(isinstance(value, torch.Tensor) for value in args)
         ):
-            if writes and args:
-                self._before_write(args[0])
+            if writes and args and (given := self._given_by_id.pop(id(args[0]), None)) is not None:
+                copy = args[0].detach().clone()  # the recorded instructions took its value from before the write
+                copy.requires_grad_(args[0].requires_grad and args[0].is_leaf)
+                self.given[given[1]], self._versions[given[1]] = copy, version_of(copy)
             return function(*args, **kwargs)
         random = RandomState.capture() if draws else None
         result = function(*args, **kwargs)
@@ -276,13 +278,6 @@ class Tape:
             ):
                 return True
         return False
-
-    def _before_write(self, tensor: Any) -> None:
-        """Copies a given tensor before a write: the recorded instructions took its value from before."""
-        known = self._given_by_id.pop(id(tensor), None)
-        if known is not None:
-            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
-            self.given[known[1]], self._versions[known[1]] = copy, version_of(copy)
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -61,7 +61,8 @@ def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dic
     notes += _without_reports(trainer, package)
     random = _attach(trainer, module, arguments)
     module = trainer.lightning_module
-    _refuse_fetching_steps(trainer)
+    if "Iter" in type(_fetcher(trainer)).__name__:
+        raise FactoryError("training_step takes a dataloader_iter and draws its batches itself, which is not replayed")
     notes += _without_validation(trainer)
     precision, autocast = _precision(trainer)
     optimizers = trainer.optimizers
@@ -184,12 +185,6 @@ def _changed(of: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         delattr(of, name)
-
-
-def _refuse_fetching_steps(trainer: Any) -> None:
-    fetcher = _fetcher(trainer)
-    if "Iter" in type(fetcher).__name__:
-        raise FactoryError("training_step takes a dataloader_iter and draws its batches itself, which is not replayed")
 
 
 def _fetcher(trainer: Any) -> Any:

@@ -28,21 +28,17 @@ from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.user_files import Stopped, audit_file_writes, changes_note, is_users_file, refusing, users_line
 
 _SAVERS = (
-    ("torch", "", "save"),
-    ("numpy", "", "save"),
-    ("numpy", "", "savez"),
-    ("numpy", "", "savez_compressed"),
-    ("safetensors.torch", "", "serialize_file"),  # called by `save_file`, however early a script has imported that
-    ("safetensors.numpy", "", "serialize_file"),
-    ("torch.distributed.checkpoint", "", "save"),
+    *((module, "", "save") for module in ("torch", "numpy", "torch.distributed.checkpoint")),
+    *(("numpy", "", name) for name in ("savez", "savez_compressed")),
+    # called by `save_file`, however early a script has imported that
+    *((module, "", "serialize_file") for module in ("safetensors.torch", "safetensors.numpy")),
     ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
     ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", "save_pretrained"),
     ("transformers.processing_utils", "ProcessorMixin", "save_pretrained"),
     ("peft.peft_model", "PeftModel", "save_pretrained"),
     ("diffusers.models.modeling_utils", "ModelMixin", "save_pretrained"),
     ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained"),
-    ("accelerate.accelerator", "Accelerator", "save_state"),
-    ("accelerate.accelerator", "Accelerator", "save_model"),
+    *(("accelerate.accelerator", "Accelerator", name) for name in ("save_state", "save_model")),
 )
 """Functions that save what was trained: the module, the class or "", the name."""
 _OPENERS = ((builtins, "open"), (io, "open"), (os, "open"))

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -54,7 +54,10 @@ def loops_at(calls: Sequence[tuple[str, int]], *, marked: bool = False) -> tuple
     """Returns the loops around lines, like `loops_of`; each line is followed by the one that calls it."""
     found: dict[tuple[str, int], LoopPlace] = {}
     for depth, (file, line) in enumerate(calls):
-        for loop in _loops_around(file, line, marked=marked):
+        loops: list[int] = []
+        with suppress(OSError, SyntaxError, ValueError):
+            loops = loops_around(ast.parse(Path(file).read_bytes()), line, head=marked)
+        for loop in loops:
             found.setdefault(
                 (file, loop), LoopPlace(file=file, line=loop, edits=_edits(file, loop, calls[depth + 1 :]))
             )
@@ -68,13 +71,6 @@ def those_left_by(raised: BaseException | None, loops: Iterable[LoopPlace]) -> t
     frames = list(walk_tb(None if raised is None else raised.__traceback__))
     around = {(one.file, one.line) for one in loops_at(lines_of(reversed(frames)))}
     return tuple(one for one in loops if (one.file, one.line) in around)
-
-
-def _loops_around(file: str, line: int, *, marked: bool) -> list[int]:
-    try:
-        return loops_around(ast.parse(Path(file).read_bytes()), line, head=marked)
-    except (OSError, SyntaxError, ValueError):
-        return []
 
 
 def marks_a_loop(file: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,9 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import FactoryError, UserCodeError
+from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.interfaces import StepHalted, describe, on_marked_loop
+from ampdoctor.hooks.process_state import are_joined
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.adapters import ADAPTERS
@@ -102,7 +103,7 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def model_of(variables: Variables, optimizers: Sequence[torch.optim.Optimizer], where: str) -> nn.Module:
     """Returns the model that the optimizers train: the outermost module, or a parent of several."""
-    trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    trained = {id(p) for one in optimizers for p in parameters_of(one)}
     holds = {id(module): {id(p) for p in module.parameters()} & trained for _, module in variables.modules}
     inside = {id(part) for _, module in variables.modules for part in module.modules() if part is not module}
     outermost = [(name, module) for name, module in variables.modules if id(module) not in inside]
@@ -286,7 +287,8 @@ class Runner:
             self._process = process_settings()
         self._process()
         self._registered.undo()
-        _leave_process_group()
+        if are_joined():  # by an earlier run of the script: torch refuses a second process group
+            torch.distributed.destroy_process_group()
         seam = LoopHooks(arrives, self.files.closed)
         run = ScriptRun(MainModule(self._file, edits, seam, self._package, otherwise), seam)
         self._main = run.main
@@ -349,10 +351,3 @@ def eagerly() -> AbstractContextManager[Any]:
     """Inside, compiled code runs uncompiled."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _leave_process_group() -> None:
-    """Close the process group that an earlier run of the script has opened: torch refuses a second one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()

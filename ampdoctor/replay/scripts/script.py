@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,19 +70,15 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
             if said is not None:
                 stepping.over.append(True)
                 break
-    if len(losses) < 2:
-        return losses[0] if losses else _loss_among(bound_by(body))
+    if not losses:
+        bound = [one for one in bound_by(body) if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+        return next((one.detach() for one in reversed(bound) if _is_scalar(one)), None)
+    if len(losses) == 1:
+        return losses[0]
     with unseen():
         numbers = [float(loss) for loss in losses]
         ill = next((loss for loss, number in zip(losses, numbers, strict=True) if not math.isfinite(number)), None)
         return sum(numbers) if ill is None else ill
-
-
-def _loss_among(variables: Iterable[Any]) -> Any:
-    numbers = [
-        one for one in variables if isinstance(one, torch.Tensor) and one.grad_fn is not None and _is_scalar(one)
-    ]
-    return numbers[-1].detach() if numbers else None
 
 
 @contextmanager

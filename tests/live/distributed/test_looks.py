@@ -17,14 +17,7 @@ def said(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "world"),
-    [
-        ("scaler+bad7", 2),
-        ("bad7", 4),
-        ("gated+scaler+bad6", 2),
-    ],
-)
+@pytest.mark.parametrize(("kind", "world"), [("scaler+bad7", 2), ("bad7", 4), ("gated+scaler+bad6", 2)])
 def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(python, tmp_path, kind, world):
     bare, run = both(python, SCRIPT, kind, tmp_path, world)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
@@ -45,14 +38,7 @@ def test_other_ways_to_train_in_several_processes_are_not_harmed_either(python, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "world"),
-    [
-        ("fsdp2+bad7", 2),
-        ("fsdp1+bad7", 2),
-        ("tp+bad7", 2),
-    ],
-)
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2+bad7", 2), ("fsdp1+bad7", 2), ("tp+bad7", 2)])
 def test_a_model_that_lies_in_parts_is_not_run_in_place(python, tmp_path, kind, world):
     bare, run = both(python, SCRIPT, kind, tmp_path, world)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr

@@ -7,30 +7,10 @@ import os
 import threading
 import time
 
-import pytest
-
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.live.log import thread
 from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, steps, until
-
-
-@pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def begin(tmp_path, said):
-    begun = []
-
-    def make(folder=tmp_path, **more):
-        begun.append(RunLog(folder, HEADER, say=said.append, **more))
-        return begun[-1]
-
-    yield make
-    for log in begun:
-        log.close()
 
 
 def goes_on(log, said, *words):
@@ -77,7 +57,7 @@ def test_a_full_disk(begin, said, tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made(begin, said, tmp_path):
     (tmp_path / "file").write_text("")
-    goes_on(begin(tmp_path / "file" / "log"), said, "Not a directory")
+    goes_on(begin(folder=tmp_path / "file" / "log"), said, "Not a directory")
 
 
 def test_a_close_waits_for_a_bounded_time_and_says_what_is_missing(begin, said, monkeypatch):

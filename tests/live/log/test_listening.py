@@ -5,36 +5,15 @@ from __future__ import annotations
 import threading
 import time
 
-import pytest
-
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import AlertLine, DetailLine, EndLine, RunLine, StepLine, TensorDetail
 from ampdoctor.evidence.report import Finding
-from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.log.thread import Limits
-from tests.live.log.logs import HEADER, read, until
+from tests.live.log.logs import read, until
 
 ALERT = Finding(
     code="AMP720", name="loss-spike", severity="warning", message="It rises.", where=Where(phase="optimizer")
 )
-
-
-@pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def begin(tmp_path, said):
-    begun = []
-
-    def make(**limits):
-        begun.append(RunLog(tmp_path, HEADER, say=said.append, limits=Limits(**limits)))
-        return begun[-1]
-
-    yield make
-    for log in begun:
-        log.close()
 
 
 def steps_of(heard):
@@ -118,7 +97,7 @@ def test_one_that_raises_is_dropped_with_one_sentence_and_the_others_hear_on(beg
 
 def test_one_that_never_returns_costs_nothing(begin, said, tmp_path):
     go, heard = threading.Event(), []
-    log = begin(lines=150, listener_details=2, close_timeout=0.5)
+    log = begin(limits=Limits(lines=150, listener_details=2, close_timeout=0.5))
     hung = log.listen(lambda _: go.wait(60), name="a sink")
     log.listen(heard.append)
     for step in range(400):
@@ -135,7 +114,7 @@ def test_one_that_never_returns_costs_nothing(begin, said, tmp_path):
 
 def test_of_lines_that_come_too_fast_the_oldest_go_and_the_names_stay(begin):
     go, heard = threading.Event(), []
-    log = begin(lines=50, listener_details=3)
+    log = begin(limits=Limits(lines=50, listener_details=3))
 
     begun = threading.Event()
 

@@ -6,40 +6,18 @@ import json
 import os
 import threading
 
-import pytest
-
 from ampdoctor.evidence.log_records import DetailLine, EndLine, LostLine, RunLine, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import line_of
-from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.log.thread import AT_ONCE, Limits
-from tests.live.log.logs import HEADER, lines, read, steps
+from tests.live.log.logs import lines, read, steps
 
 
 def detail(step, *tensors, **more):
     return DetailLine(step=step, tensors=tuple(TensorDetail(tensor=i, role="gradient") for i in tensors), **more)
 
 
-@pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def start(tmp_path, said):
-    """Returns a function that begins a log; all are closed in the end, without a word said but those asked for."""
-    begun = []
-
-    def begin(header=HEADER, **more):
-        begun.append(RunLog(tmp_path, header, say=said.append, **more))
-        return begun[-1]
-
-    yield begin
-    for log in begun:
-        log.close()
-
-
-def test_a_new_name_stands_in_the_log_before_the_line_that_speaks_of_it(start, tmp_path):
-    log = start(RunLine(name="test", tensors=("a",)))
+def test_a_new_name_stands_in_the_log_before_the_line_that_speaks_of_it(begin, tmp_path):
+    log = begin(RunLine(name="test", tensors=("a",)))
     assert [log.index_of(name) for name in ("a", "b", "b")] == [0, 1, 1]
     log.write(detail(0, 0, 1))
     assert log.flush()
@@ -57,8 +35,8 @@ def test_a_new_name_stands_in_the_log_before_the_line_that_speaks_of_it(start, t
     assert lines(tmp_path, RunLine)[-1].precision == "fp16"
 
 
-def test_a_line_is_made_on_the_writers_thread(start, tmp_path):
-    log = start()
+def test_a_line_is_made_on_the_writers_thread(begin, tmp_path):
+    log = begin()
     made_by = []
 
     def make():
@@ -73,8 +51,8 @@ def test_a_line_is_made_on_the_writers_thread(start, tmp_path):
     assert lines(tmp_path, RunLine)[-1].tensors == ("made",)
 
 
-def test_a_line_that_cannot_be_made_is_counted_and_costs_no_other(start, tmp_path, said):
-    log = start()
+def test_a_line_that_cannot_be_made_is_counted_and_costs_no_other(begin, tmp_path, said):
+    log = begin()
     log.write(lambda: 1 / 0)
     log.write(StepLine(step=0, loss=object()))
     log.write(StepLine(step=1))
@@ -82,15 +60,15 @@ def test_a_line_that_cannot_be_made_is_counted_and_costs_no_other(start, tmp_pat
     assert (steps(tmp_path), lines(tmp_path, LostLine), said) == ([1], [LostLine(unmade=2)], [])
 
 
-def test_a_long_detail_is_several_lines(start, tmp_path):
-    log = start()
+def test_a_long_detail_is_several_lines(begin, tmp_path):
+    log = begin()
     log.write(detail(0, *range(2 * AT_ONCE + 1)))
     assert log.close()
     assert [len(line.tensors) for line in lines(tmp_path, DetailLine)] == [AT_ONCE, AT_ONCE, 1]
 
 
-def test_where_lines_come_too_fast_the_oldest_details_go_first_and_are_counted(start, tmp_path):
-    log = start(limits=Limits(lines=10, details=2))
+def test_where_lines_come_too_fast_the_oldest_details_go_first_and_are_counted(begin, tmp_path):
+    log = begin(limits=Limits(lines=10, details=2))
     running, go = threading.Event(), threading.Event()
 
     def hold():
@@ -110,8 +88,8 @@ def test_where_lines_come_too_fast_the_oldest_details_go_first_and_are_counted(s
     assert lines(tmp_path, LostLine) == [LostLine(details=8, steps=1)]
 
 
-def test_files_are_rotated_and_each_begins_with_the_names(start, tmp_path):
-    log = start(RunLine(name="test", tensors=("a.weight",)), limits=Limits(file_bytes=2000))
+def test_files_are_rotated_and_each_begins_with_the_names(begin, tmp_path):
+    log = begin(RunLine(name="test", tensors=("a.weight",)), limits=Limits(file_bytes=2000))
     for step in range(100):
         log.write(StepLine(step=step, loss=1.0))
     assert log.close()
@@ -125,8 +103,8 @@ def test_files_are_rotated_and_each_begins_with_the_names(start, tmp_path):
     assert [line.segment for line in lines(tmp_path, RunLine)] == list(range(1, len(names) + 1))
 
 
-def test_where_the_running_file_is_deleted_another_begins(start, tmp_path):
-    log = start()
+def test_where_the_running_file_is_deleted_another_begins(begin, tmp_path):
+    log = begin()
     log.write(StepLine(step=0))
     assert log.flush()
     (tmp_path / "log.jsonl").unlink()
@@ -137,8 +115,8 @@ def test_where_the_running_file_is_deleted_another_begins(start, tmp_path):
     assert 2 in steps(tmp_path)
 
 
-def test_the_oldest_details_go_and_steps_and_the_newest_stay(start, tmp_path):
-    log = start(limits=Limits(file_bytes=4000, detail_bytes=20_000))
+def test_the_oldest_details_go_and_steps_and_the_newest_stay(begin, tmp_path):
+    log = begin(limits=Limits(file_bytes=4000, detail_bytes=20_000))
     for step in range(400):
         log.write(StepLine(step=step))
         log.write(detail(step, *range(5)))
@@ -151,15 +129,15 @@ def test_the_oldest_details_go_and_steps_and_the_newest_stay(start, tmp_path):
     assert 400 - len(kept) == lines(tmp_path, LostLine)[-1].thinned > 100
 
 
-def test_what_a_killed_process_has_left_is_set_aside(start, tmp_path):
-    first = start(run_id="one")
+def test_what_a_killed_process_has_left_is_set_aside(begin, tmp_path):
+    first = begin(run_id="one")
     first.write(StepLine(step=0))
     first.describe(model="first")
     assert first.close()
     with (tmp_path / "log.jsonl").open("a") as torn:
         torn.write('{"kind":"st')
     torn_file = (tmp_path / "log.jsonl").read_text()
-    second = start(run_id="two")
+    second = begin(run_id="two")
     second.write(StepLine(step=1))
     second.describe(model="second")
     assert second.close()
@@ -169,8 +147,8 @@ def test_what_a_killed_process_has_left_is_set_aside(start, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text()) == {"run_id": "two", "model": "second"}
 
 
-def test_the_end_is_the_last_line_and_nothing_is_taken_after_it(start, tmp_path):
-    log = start()
+def test_the_end_is_the_last_line_and_nothing_is_taken_after_it(begin, tmp_path):
+    log = begin()
     log.write(detail(0, 0))
     log.write(EndLine(exit_code=0, steps=1))
     assert log.close()
@@ -180,8 +158,8 @@ def test_the_end_is_the_last_line_and_nothing_is_taken_after_it(start, tmp_path)
     assert isinstance(read(tmp_path)[-1].line, EndLine)
 
 
-def test_facts_are_added_up(start, tmp_path):
-    log = start(run_id="r")
+def test_facts_are_added_up(begin, tmp_path):
+    log = begin(run_id="r")
     log.describe(command=["train.py"])
     log.describe(model={"parameters": 12}, loss=float("inf"))
     assert log.close()
@@ -194,11 +172,11 @@ def test_facts_are_added_up(start, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_link_that_lay_in_the_folder_leads_no_facts_out_of_it(start, tmp_path):
+def test_a_link_that_lay_in_the_folder_leads_no_facts_out_of_it(begin, tmp_path):
     """A repository comes with a folder for the log, and with links of every process's number in it."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    log = start()
+    log = begin()
     (tmp_path / f".run.json.{os.getpid()}.tmp").symlink_to(precious)
     log.describe(seed=7)
     log.close()

@@ -81,9 +81,7 @@ def saved(model):
 
 @pytest.mark.parametrize("kind", [nn.Linear, CopiesItself, KeepsState])
 @pytest.mark.parametrize(
-    "again",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
 def test_a_copy_of_a_watched_model_is_not_watched(kind, again):
     model = kind(2, 2)

@@ -50,6 +50,18 @@ class Loop:
             for step in range(steps):
                 body(step)
 
+    def last_of(self, optimizer, loss_of):
+        """The program of the last of some plain updates."""
+        programs = []
+
+        def body(step):
+            optimizer.zero_grad()
+            loss_of().backward()
+            programs.append(self.stepped(optimizer, step, last=step == 3))
+
+        self.run(body)
+        return programs[-1]
+
     def stepped(self, optimizer, step, *, last):
         """Update, or compare at the last step."""
         if not last:
@@ -84,21 +96,16 @@ def adam(*models):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_plain_step(autocast):
     loop, model = Loop(), Net()
-    optimizer = adam(model)
 
-    def body(step):
+    def loss_of():
         x, y = torch.randn(16, 6), torch.randint(0, 4, (16,))
-        optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        program = loop.stepped(optimizer, step, last=step == 3)
-        if program is not None:
-            assert program.unexplained == ()
-            assert [type(one).__name__ for one in program.instructions] == ["Call", "Op", "Backward"]
-            assert set(program.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+            return F.cross_entropy(model(x), y)
 
-    loop.run(body)
+    program = loop.last_of(adam(model), loss_of)
+    assert program.unexplained == ()
+    assert [type(one).__name__ for one in program.instructions] == ["Call", "Op", "Backward"]
+    assert set(program.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
 
 def test_accumulation_with_a_clip_and_a_scaler():
@@ -127,19 +134,14 @@ def test_accumulation_with_a_clip_and_a_scaler():
 
 def test_what_is_written_to_afterwards_is_kept_as_it_was():
     loop, model = Loop(), Net()
-    optimizer = adam(model)
 
-    def body(step):
+    def loss_of():
         x, label = torch.randn(16, 6), torch.full((16, 4), 1.0)
-        optimizer.zero_grad()
         first = (model(x) - label).square().mean()
         label.fill_(0.0)
-        second = (model(x) - label).square().mean()
-        (first + 2 * second).backward()
-        program = loop.stepped(optimizer, step, last=step == 3)
-        assert program is None or program.unexplained == ()
+        return first + 2 * (model(x) - label).square().mean()
 
-    loop.run(body)
+    assert loop.last_of(adam(model), loss_of).unexplained == ()
 
 
 def test_gradients_of_the_last_step_are_given_to_a_loss():
@@ -159,40 +161,30 @@ def test_gradients_of_the_last_step_are_given_to_a_loss():
 
 def test_assignments_draws_and_parts_of_a_model():
     loop, model = Loop(), Net()
-    optimizer = adam(model)
 
-    def body(step):
-        x = torch.randn(16, 6)
-        optimizer.zero_grad()
-        hidden = model.a(x)  # no call of the model itself
+    def loss_of():
+        hidden = model.a(torch.randn(16, 6))  # no call of the model itself
         hidden = F.dropout(hidden, 0.5)
         hidden[:, 0] = 0.0
         out = model.b(hidden * torch.rand_like(hidden))
-        loss = out.square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
-        loss.backward()
-        program = loop.stepped(optimizer, step, last=step == 3)
-        if program is not None:
-            assert {one.model for one in program.instructions if isinstance(one, Call)} == {"a", "b"}
+        return out.square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
 
-    loop.run(body)
+    program = loop.last_of(adam(model), loss_of)
+    assert {one.model for one in program.instructions if isinstance(one, Call)} == {"a", "b"}
 
 
 def test_a_gradient_penalty_is_run_again_too():
     loop, model = Loop(), Net(outputs=1)
     model.drop.p = 0.0
-    optimizer = adam(model)
 
-    def body(step):
+    def loss_of():
         real, fake = torch.randn(16, 6), torch.randn(16, 6)
-        optimizer.zero_grad()
         score = model(real).mean() - model(fake).mean()
         mixed = (0.3 * real + 0.7 * fake).requires_grad_()
         (gradient,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
-        loss = score + 10.0 * (gradient.norm(dim=1) - 1.0).square().mean()
-        loss.backward()
-        loop.stepped(optimizer, step, last=step == 3)
+        return score + 10.0 * (gradient.norm(dim=1) - 1.0).square().mean()
 
-    loop.run(body)
+    assert loop.last_of(adam(model), loss_of) is not None
 
 
 def test_a_gan_keeps_what_one_step_made_for_the_next():

@@ -14,7 +14,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.diagnosis.replay.nonfinite import culprits
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.session import Session
-from tests.probes.traced import Inline, births_of, here, only_birth, session_of, trace_of
+from tests.probes.traced import Inline, births_of, here, only_birth, session_of, stepped, trace_of
 
 INF = math.inf
 
@@ -156,9 +156,7 @@ def test_micro_batches_are_told_apart():
     data = [torch.ones(2), torch.ones(2), torch.zeros(2), torch.ones(2)]
     session = session_of(model, lambda m, x: (m(x) / x.sum()).sum(), data, accumulation_steps=4)
     tracer = OpTraceProbe()
-    with session.watched(tracer):
-        assert session.has_step(0)
-        session.step(0)
+    stepped(session, tracer)
     origin = tracer.trace.origins[0]
     assert (origin.where.micro_batch, origin.where.phase, origin.where.op) == (2, "loss", "aten.div")
 
@@ -354,9 +352,7 @@ def test_gradients_that_the_step_replaces_keep_their_names():
 
     run = TrainingRun(model=model, batches=[torch.ones(1, 4)], step=step, optimizer=sgd, precision="fp32")
     session, tracer = Session(run, device=torch.device("cpu")), OpTraceProbe()
-    with session.watched(tracer):
-        assert session.has_step(0)
-        session.step(0)
+    stepped(session, tracer)
     session.close()
     origins = [origin.where.tensor for origin in tracer.trace.origins if origin.where.op == "aten.div"]
     assert origins == [name for name, _ in model.named_parameters()]

@@ -11,7 +11,7 @@ from ampdoctor.probes.lost_values import Provenance
 from ampdoctor.probes.nan_path import Readings, Ways
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.probes.tensor_memory import Taint
-from tests.probes.traced import Inline, only_birth, session_of, trace_of
+from tests.probes.traced import Inline, only_birth, session_of, stepped, trace_of
 
 RESHAPES = {
     "transpose_": lambda h: h.transpose_(0, 1),
@@ -97,9 +97,7 @@ def found(*, flushes=False):
     model.w = nn.Parameter(torch.ones(()))
     tracer = OpTraceProbe(flushes=flushes)
     session = session_of(model, lambda m, x: -m(x).float().sum(), [torch.tensor([[0.0, 40.0]])])
-    with session.watched(tracer):
-        session.has_step(0)
-        session.step(0)
+    stepped(session, tracer)
     session.close()
     return tracer.trace
 

@@ -54,11 +54,7 @@ def test_a_module_that_carries_it_is_one_node_with_its_first_op_and_the_others_a
     body = Inline(lambda _, x: ((x + 1.0) * 2.0).exp())
     model = nn.Sequential(lin(), overflow(), body, nn.ReLU())
     way = only_birth(model, lambda m, x: m(x).sum(), torch.ones(1, 2)).way
-    assert ops(way.carriers) == [
-        ("forward", "2", "aten.add"),
-        ("forward", "3", "aten.relu"),
-        ("loss", "", "aten.sum"),
-    ]
+    assert ops(way.carriers) == [("forward", "2", "aten.add"), ("forward", "3", "aten.relu"), ("loss", "", "aten.sum")]
     assert [(passage.infs, passage.nans) for passage in way.carriers] == [(2, 0), (2, 0), (1, 0)]
     assert way.omitted == 2, "the multiplication and the exponential"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ampdoctor.probes.forward_fp32 import WideForwardProbe
-from tests.probes.traced import Inline, session_of
+from tests.probes.traced import Inline, session_of, stepped
 
 HALF = torch.bfloat16
 
@@ -17,9 +17,7 @@ def seen(function, batch, **children):
     model = Inline(function, w=nn.Linear(1, 1), **children)
     probe = WideForwardProbe()
     session = session_of(model, lambda model, x: model(x).float().square().sum() + model.w.weight.sum(), [batch])
-    with session.watched(probe):
-        assert session.has_step(0)
-        session.step(0)
+    stepped(session, probe)
     session.close()
     return [(one.where.op, one.source.op) for one in probe.amplified]
 
@@ -83,7 +81,7 @@ class Counting(nn.Module):
         return nn.functional.dropout(hidden, 0.3) + torch.randn(8)
 
 
-def stepped(*probes):
+def trained(*probes):
     torch.manual_seed(0)
     model = Counting()
     session = session_of(
@@ -93,15 +91,14 @@ def stepped(*probes):
         precision="bf16",
         optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
     )
-    with session.watched(*probes):
-        losses = [session.step(step).loss for step in range(3) if session.has_step(step)]
+    losses = [outcome.loss for outcome in stepped(session, *probes, steps=3)]
     state = {name: tensor.clone() for name, tensor in session.model.state_dict().items()}
     session.close()
     return losses, state
 
 
 def test_a_watched_step_changes_no_bit():
-    (losses, state), (watched, left) = stepped(), stepped(WideForwardProbe())
+    (losses, state), (watched, left) = trained(), trained(WideForwardProbe())
     assert watched == losses
     assert all(torch.equal(left[name], tensor) for name, tensor in state.items())
     assert int(left["calls"]) == 3

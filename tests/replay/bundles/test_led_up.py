@@ -197,10 +197,7 @@ def test_a_replay_names_the_step_and_its_op(adam, net):
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
-        (
-            4,
-            "too long before step 9: its optimizer had made 4 updates, and the bundle holds steps 5 to 9, which go on",
-        ),
+        (4, "too long before step 9: its optimizer had made 4 updates, and the bundle holds steps 5 to 9, which go on"),
         (10, "after the update of step 9: its optimizer had made 10 updates"),
     ],
 )

@@ -19,23 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 HUB = "somebody/kernel"
 TINY = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0}
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-CLIP = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA = {"model_type": "llama", "vocab_size": 50, **SIZES}
+CLIP = {"model_type": "clip_vision_model", **SIZES, "image_size": 8, "patch_size": 4}
 
 
 def of(name, attention=None, **fields):
@@ -46,6 +32,19 @@ def written(value):
     if isinstance(value, dict):
         return {"kind": "dict", "items": [[key, written(one)] for key, one in value.items()]}
     return [written(one) for one in value] if isinstance(value, list) else value
+
+
+def made_with(module, model, configuration, fields, **kwargs):
+    """A model by its constructor, with a configuration inside its arguments."""
+    config = f"transformers.models.{module}.configuration_{module}:{configuration}"
+    return {
+        "kind": "made",
+        "made": {
+            "class": f"transformers.models.{module}.modeling_{module}:{model}",
+            "args": [{"kind": "config", "class": config, "fields": written(fields)}],
+            "kwargs": kwargs,
+        },
+    }
 
 
 def llava(text, vision):
@@ -65,36 +64,16 @@ SAID = {
     "weights of a speaker": of(
         "Wav2Vec2ForCTC", target_lang="eng", adapter_attn_dim=4, hidden_size=16, num_attention_heads=2
     ),
-    "a configuration inside arguments": {
-        "kind": "made",
-        "made": {
-            "class": "transformers.models.gpt2.modeling_gpt2:GPT2LMHeadModel",
-            "args": [
-                {
-                    "kind": "config",
-                    "class": "transformers.models.gpt2.configuration_gpt2:GPT2Config",
-                    "fields": written({**TINY, "attn_implementation": HUB, "_attn_implementation": HUB}),
-                }
-            ],
-            "kwargs": {},
-        },
-    },
-    "an argument of a constructor": {
-        "kind": "made",
-        "made": {
-            "class": "transformers.models.wav2vec2.modeling_wav2vec2:Wav2Vec2ForCTC",
-            "args": [
-                {
-                    "kind": "config",
-                    "class": "transformers.models.wav2vec2.configuration_wav2vec2:Wav2Vec2Config",
-                    "fields": written(
-                        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "adapter_attn_dim": 4}
-                    ),
-                }
-            ],
-            "kwargs": {"target_lang": "eng"},
-        },
-    },
+    "a configuration inside arguments": made_with(
+        "gpt2", "GPT2LMHeadModel", "GPT2Config", {**TINY, "attn_implementation": HUB, "_attn_implementation": HUB}
+    ),
+    "an argument of a constructor": made_with(
+        "wav2vec2",
+        "Wav2Vec2ForCTC",
+        "Wav2Vec2Config",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "adapter_attn_dim": 4},
+        target_lang="eng",
+    ),
 }
 REACHES_OUT = ("an argument of a constructor",)
 """What the library fetches by itself: it is refused the network, and the sentence says so."""
@@ -198,34 +177,31 @@ def test_of_torch_only_layers_may_be_named():
     assert find("torch.jit._script", "RecursiveScriptModule") is None
 
 
-def test_what_a_library_fetches_by_itself_is_refused(monkeypatch):
-    monkeypatch.setattr(
-        transformers.Wav2Vec2ForCTC, "load_adapter", lambda *_, **__: socket.getaddrinfo("huggingface.co", 443)
-    )
+def refused(said):
     with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
-        ModelBuilder("b", None, lambda _said: None).model(SAID["an argument of a constructor"])
+        ModelBuilder("b", None, lambda _said: None).model(said)
+
+
+def fetching(_model, asked="huggingface.co"):
+    socket.getaddrinfo(asked, 443)
+
+
+def test_what_a_library_fetches_by_itself_is_refused(monkeypatch):
+    monkeypatch.setattr(transformers.Wav2Vec2ForCTC, "load_adapter", lambda *_, **__: fetching(None))
+    refused(SAID["an argument of a constructor"])
 
 
 def test_a_librarys_class_by_the_kind_of_lightning_fetches_nothing(monkeypatch):
-    def fetching(_self, asked):
-        socket.getaddrinfo(asked, 443)
-
     monkeypatch.setattr(transformers.GPT2LMHeadModel, "__init__", fetching)
     named = {"class": "transformers.models.gpt2.modeling_gpt2:GPT2LMHeadModel"}
-    said = {"kind": "lightning", **named, "hparams": {"asked": "huggingface.co"}}
-    with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
-        ModelBuilder("b", None, lambda _said: None).model(said)
+    refused({"kind": "lightning", **named, "hparams": {"asked": "huggingface.co"}})
 
 
 def test_a_function_that_gives_a_model_another_forward_fetches_nothing(monkeypatch):
-    def giver(_model, asked):
-        socket.getaddrinfo(asked, 443)
-
-    monkeypatch.setitem(sys.modules, "a_library", types.SimpleNamespace(__version__="1", give=giver))
+    monkeypatch.setitem(sys.modules, "a_library", types.SimpleNamespace(__version__="1", give=fetching))
     monkeypatch.setitem(HEADS, "its head", ("a_library", "give"))
-    said = {**SAID["the library's own key"], "head": {"name": "its head", "arguments": {"asked": "huggingface.co"}}}
-    with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
-        ModelBuilder("b", None, lambda _said: None).model(said)
+    arguments = {"asked": "huggingface.co"}
+    refused({**SAID["the library's own key"], "head": {"name": "its head", "arguments": arguments}})
 
 
 @pytest.mark.parametrize(

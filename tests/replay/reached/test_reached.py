@@ -43,7 +43,9 @@ def session_of(make_step, *, batches=None):
         step=make_step(model, optimizer),
         precision="fp32",
     )
-    return Session(run, device=torch.device("cpu"))
+    session = Session(run, device=torch.device("cpu"))
+    assert session.has_step(0)
+    return session
 
 
 def counting(place):
@@ -133,28 +135,24 @@ def odd_step(place):
     silent.steps = 0
     tensor.tag = 0
 
-    def step(model, batch):
+    def fresh():
         global FRESH  # noqa: PLW0603 - as people write it
-        if place == "odd":
-            dict.__setitem__(odd, "n", dict.__getitem__(odd, "n") + 1)
-        elif place == "slots":
-            silent.steps += 1
-        elif place == "bytes":
-            box[0] += 1
-        elif place == "tag":
-            tensor.tag += 1
-        elif place == "grad":
-            tensor.grad = torch.ones(2)
-        elif place == "fresh":
-            FRESH = 1
-        elif place == "class":
-            Shared.fresh = 1
-        elif place == "hook":
-            model(torch.ones(1, 4))
-        elif place == "grows":
-            tensor.resize_(9)
-        elif place == "cycle":
-            next(iterator)
+        FRESH = 1
+
+    def step(model, batch):
+        moved = {
+            "odd": lambda: dict.__setitem__(odd, "n", dict.__getitem__(odd, "n") + 1),
+            "slots": lambda: setattr(silent, "steps", silent.steps + 1),
+            "bytes": lambda: box.__setitem__(0, 1),
+            "tag": lambda: setattr(tensor, "tag", 1),
+            "grad": lambda: setattr(tensor, "grad", torch.ones(2)),
+            "fresh": fresh,
+            "class": lambda: setattr(Shared, "fresh", 1),
+            "hook": lambda: model(torch.ones(1, 4)),
+            "grows": lambda: tensor.resize_(9),
+            "cycle": lambda: next(iterator),
+        }
+        moved[place]()
 
     def look():
         slots = object.__getattribute__(silent, "steps")
@@ -176,7 +174,6 @@ def test_odd_places_are_put_back_and_nothing_of_the_users_is_called(place):
     step, look, _ = odd_step(place)
     session = session_of(lambda model, optimizer: step)
     session.model.register_forward_hook(hook)
-    assert session.has_step(0)
     start, before = session.snapshot(), look()
     session.step(0)
     assert look() != before
@@ -188,7 +185,6 @@ def test_what_only_an_iterator_leads_to_is_left_with_it():
     """A cycle saves what it has yielded: emptied, it would end."""
     step, _, iterator = odd_step("cycle")
     session = session_of(lambda model, optimizer: step)
-    assert session.has_step(0)
     start = session.snapshot()
     for _ in range(4):
         session.step(0)
@@ -201,7 +197,6 @@ def test_memory_that_cannot_be_written_to_is_not(tmp_path):
     with pytest.warns(UserWarning, match="not writable"):
         data = torch.from_numpy(np.memmap(tmp_path / "data", mode="r"))
     session = session_of(lambda model, optimizer: lambda model, batch: data.sum())
-    assert session.has_step(0)
     start = session.snapshot()
     session.step(0)
     start.restore()  # would end the process
@@ -210,7 +205,6 @@ def test_memory_that_cannot_be_written_to_is_not(tmp_path):
 def test_a_tensor_that_grows_has_moved():
     step, *_ = odd_step("grows")
     session = session_of(lambda model, optimizer: step)
-    assert session.has_step(0)
     start, before = session.snapshot(), session.reached.beyond()
     session.step(0)
     assert has_moved(before, session.reached.beyond())
@@ -224,7 +218,6 @@ PLACES = ("global", "class", "tensor", "average", "object", "ring", "table", "ar
 def test_what_a_step_moves_is_put_back(place):
     make_step, look = counting(place)
     session = session_of(make_step)
-    assert session.has_step(0)
     start, before, beyond = session.snapshot(), look(), session.reached.beyond()
     for _ in range(2):
         session.step(0)
@@ -269,7 +262,6 @@ def test_what_cannot_be_put_back_is_seen_to_move(make):
         return step
 
     session = session_of(make_step)
-    assert session.has_step(0)
     before = session.reached.beyond()
     session.step(0)
     assert has_moved(before, session.reached.beyond()), "an iterator has moved on"
@@ -287,7 +279,6 @@ def test_libraries_are_not_entered():
         return step
 
     session = session_of(make_step)
-    assert session.has_step(0)
     before = session.reached.beyond()
     session.step(0)
     assert not has_moved(before, session.reached.beyond())

@@ -9,6 +9,7 @@ import torch
 
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.requests import ReplayRequest
+from tests.probes.traced import stepped
 
 HEAD = """
 import sys
@@ -52,10 +53,7 @@ def replayed(capsys, steps, **request):
     with open_replay(ReplayRequest(factory="train.py", **request)) as replay:
         session = replay.session()
         capsys.readouterr()
-        taken = []
-        for index in range(steps):
-            assert session.has_step(index)
-            taken.append(session.step(index).optimizer_steps)
+        taken = [outcome.optimizer_steps for outcome in stepped(session, steps=steps)]
         session.close()
         left_out = [left.reason for left in replay.left_out()]
     return capsys.readouterr().err.splitlines(), taken, left_out

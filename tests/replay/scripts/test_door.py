@@ -271,7 +271,7 @@ def test_new_files_are_made_and_told_of(write, tmp_path):
         (
             "train.py opens out/config.json for writing at train.py:10 before its training loop, and so does "
             "each replay of it"
-        ),
+        )
     ]
 
 
@@ -329,13 +329,7 @@ def test_replayed_steps_change_no_file_that_is_there(write, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("around", "end"),
-    [
-        ("for epoch in range(2):", "continue"),
-        ("if True:", "sys.exit(1)"),
-    ],
-)
+@pytest.mark.parametrize(("around", "end"), [("for epoch in range(2):", "continue"), ("if True:", "sys.exit(1)")])
 def test_a_script_that_comes_to_no_step_for_a_loss_that_is_not_finite(write, around, end):
     loop = LOOP.replace("torch.randn(8, 4)", "3e38 * torch.ones(8, 4)")
     loop = loop.replace("    loss.backward()", f"    if not loss.isfinite(): {end}\n    loss.backward()")
