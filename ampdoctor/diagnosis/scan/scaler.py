@@ -194,8 +194,8 @@ def _collapsed_scaler(summary: CheckpointSummary, scaler: ScalerState, threshold
     flushed_below = FP16_FLUSH_AT / scaler.scale
     falling = _is_falling(scaler, summary.global_step, thresholds)
     message = (
-        f"The loss scale is {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero in fp16. "
-        f"One of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
+        f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
+        f"in fp16. One of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
         f"{f'. Gradients overflowed {_ago(scaler)}' if falling else ''}."
     )
     evidence = {

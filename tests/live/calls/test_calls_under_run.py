@@ -63,8 +63,8 @@ def clips_too_early(loop):
 @pytest.mark.parametrize(
     ("iteration", "op", "words"),
     [
-        (past_it, "optimizer.step", "uses 4 gradients that are still scaled by 1024"),
-        (clips_too_early, "clip_grad_norm_", "to 0.01 while they were still scaled by 1024"),
+        (past_it, "optimizer.step", "uses 4 gradients that are still scaled by 1,024"),
+        (clips_too_early, "clip_grad_norm_", "to 0.01 while they were still scaled by 1,024"),
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )
@@ -127,7 +127,7 @@ def with_a_bad_rate(loop):
 @pytest.mark.parametrize(
     ("iteration", "phase", "words"),
     [
-        (written_by_hand, "optimizer", "a number among its arguments is inf"),
+        (written_by_hand, "optimizer", "from finite tensors, with inf among its arguments"),
         (with_a_bad_rate, "optimizer", "lr is inf"),
     ],
     ids=lambda one: getattr(one, "__name__", None),
