@@ -11,7 +11,7 @@ import math
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import SEVERITIES, Finding, Prescription, Severity, finding_order
+from ampdoctor.evidence.report import SEVERITIES, Finding, Prescription, PrescriptionKind, Severity, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Moves, Threshold, Thresholds
 
 # -- pages: docs/rules/CODE.md is the only source of a rule's name, title, worst severity, thresholds and texts --
@@ -378,8 +378,15 @@ def _checked(threshold: Threshold, value: Any) -> float:
     return int(value) if threshold.whole else float(value)
 
 
-NOT_REPLAYED = "A scan reads the file only; bisect-nan --checkpoint replays the run with the change."
-"""Why a scan's prescription is not verified."""
+_A_SCAN = "A scan reads the file only; bisect-nan --checkpoint replays the run with the change."
+
+
+def not_replayed(
+    kind: PrescriptionKind, value: Any, detail: str, alternatives: tuple[Prescription, ...] = ()
+) -> Prescription:
+    """Return a change that a scan proposes, which no replay has verified."""
+    made = Prescription(kind=kind, value=value, status="not_run", reason=_A_SCAN, detail=detail)
+    return replace(made, alternatives=alternatives)
 
 
 # AMP911 and AMP912: unused and expired ignores of the configuration; `gates` finds them.

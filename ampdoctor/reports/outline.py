@@ -321,7 +321,9 @@ def _figure(name: str, item: Any) -> str:
         return f"{words.percent(item)} {said}"
     if name.startswith("log2") and isinstance(item, int | float):
         return (
-            f"2^{item:.0f} times the unusable" if name == "log2_above_dead" else f"{figure(2.0**item)} times below it"
+            f"2^{item:.0f} times the smallest that works"
+            if name == "log2_above_dead"
+            else f"{figure(2.0**item)} times below the limit"
         )
     if isinstance(item, int) and said.endswith(("s", "ed")):
         noun = said.removesuffix("ies") + "y" if said.endswith("ies") else said.removesuffix("s")

@@ -13,7 +13,6 @@ from ampdoctor.evidence.report_plan import FlushedByPlan, FlushedOfPlan, Planned
 from ampdoctor.evidence.report_replay import PathSection, ProofSection, StepFigures
 from ampdoctor.evidence.report_scaler import (
     EmittedSettings,
-    ScalerArguments,
     ScalerSection,
     ScalingConfidence,
     ScalingMargin,
@@ -96,7 +95,11 @@ def facts(run: HealthRun) -> Iterator[tuple[str, str]]:
     for scaler in run.scalers:
         label = f"scaler {scaler.scaler}".strip()
         yield label, scale_line(scaler)
-        yield "", settings_line(scaler)
+        held = "settings not in the log" if scaler.arguments is None else words.settings(asdict(scaler.arguments))
+        since = (
+            "" if scaler.growth_tracker is None else f"; {words.count(scaler.growth_tracker, 'step')} since it changed"
+        )
+        yield "", f"{held}{since}"
     if run.checkpoints:
         yield "checkpoints", _told(f"{mark.path} (step {mark.step:,}, {mark.health})" for mark in run.checkpoints)
     for look in run.looks[-_FEW:]:
@@ -127,21 +130,6 @@ def scale_line(scaler: ScalerHistory) -> str:
     return f"{moved}; {words.count(scaler.growths, 'growth')}, {words.count(scaler.backoffs, 'backoff')}"
 
 
-def settings_line(scaler: ScalerHistory) -> str:
-    """Returns a scaler's settings."""
-    now = _arguments(scaler.arguments) if scaler.arguments is not None else "settings not in the log"
-    if scaler.growth_tracker is not None:
-        now += f"; {words.count(scaler.growth_tracker, 'step')} since the scale last changed"
-    return now
-
-
-def _arguments(arguments: ScalerArguments) -> str:
-    return (
-        f"init_scale={words.setting(arguments.init_scale)}, growth_factor={words.setting(arguments.growth_factor)}, "
-        f"backoff_factor={words.setting(arguments.backoff_factor)}, growth_interval={arguments.growth_interval}"
-    )
-
-
 def _told(marks: Iterable[str]) -> str:
     there = list(marks)
     before = f"{len(there) - _FEW} before, " if len(there) > _FEW else ""
@@ -165,12 +153,17 @@ def plan(section: PlanSection | None) -> Iterator[Block]:
     yield from fold("memory of a device", *pairs(memory_rows(section)))
     if section.changes:
         rows = [(one.what, one.figure) for one in section.changes]
-        yield Heading(text=changes_title(section))
+        used = section.use or next(iter((*section.exact, *section.nearest)), None)
+        yield Heading(text=f"what it changes{'' if used is None else f': {product(used)}'} (why: docs/plan.md)")
         yield from pairs(rows[:_MOST_CHANGES])
         yield from fold(words.count(len(rows) - _MOST_CHANGES, "more change"), *pairs(rows[_MOST_CHANGES:]))
     if section.flushed is not None:
-        flushed = table(_FLUSHED_HEADINGS, flushed_rows(section.flushed), _FLUSHED_HEADINGS[1:2])
-        yield from fold(flushed_title(section.flushed), *flushed)
+        flushed, scale = section.flushed, words.setting(section.flushed.init_scale)
+        kept = f"init_scale {scale} keeps fp16's gradients as they are"
+        if flushed.bound_by is not None:
+            kept = f"init_scale {scale}: at a higher one {flushed.bound_by} would overflow"
+        title = f"{kept}; now it is {words.setting(flushed.scale)} ({flushed.profile})"
+        yield from fold(title, *table(_FLUSHED_HEADINGS, flushed_rows(flushed), _FLUSHED_HEADINGS[1:2]))
     yield from _emitted(section.emit)
 
 
@@ -189,7 +182,7 @@ def plan_answer(section: PlanSection) -> str:
         near = next(iter((*section.exact, *section.nearest)), None)
         return "no plan fits" if near is None else f"no exact plan fits; nearest is {product(near)}"
     devices = words.count(plan.devices, "device")
-    needs = "" if plan.bytes_needed is None else f", {gigabytes(plan.bytes_needed)} a device"
+    needs = "" if plan.bytes_needed is None else f", {words.size(plan.bytes_needed)} a device"
     return f"micro-batch {plan.micro_batch}, accumulation {plan.accumulation} on {devices}: {product(plan)}{needs}"
 
 
@@ -217,7 +210,7 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
 
     def row(label: str, plan: PlannedBatch, note: str = "") -> list[str]:
         distance = f"{plan.off:+d} ({plan.off / section.global_batch:+.2%})" if plan.off else "0"
-        size = "-" if plan.bytes_needed is None else gigabytes(plan.bytes_needed)
+        size = "-" if plan.bytes_needed is None else words.size(plan.bytes_needed)
         unfit = "" if plan.fits else "not known to fit" if plan.fits is None else "does not fit"
         return [label, product(plan), distance, size, note or unfit]
 
@@ -234,13 +227,6 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
         yield row("" if index else "nearest", plan)
 
 
-def changes_title(section: PlanSection) -> str:
-    """Return a title with the plan that the changes belong to."""
-    plan = section.use or next(iter((*section.exact, *section.nearest)), None)
-    what = "what it changes" if plan is None else f"what it changes: {product(plan)}"
-    return f"{what} (why: docs/plan.md)"
-
-
 def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
     """Yield what fits, and why."""
     memory = section.memory
@@ -248,18 +234,10 @@ def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
         yield "in force", section.current.source
     yield "fits", f"a micro-batch of up to {memory.max_micro_batch}: {memory.limited_by}"
     if memory.states_after is not None:
-        was = "" if memory.states_before is None else f"{gigabytes(memory.states_before)} -> "
-        yield "states", f"{was}{gigabytes(memory.states_after)} of parameters, gradients and optimizer a device"
+        was = "" if memory.states_before is None else f"{words.size(memory.states_before)} -> "
+        yield "states", f"{was}{words.size(memory.states_after)} of parameters, gradients and optimizer a device"
     for note in memory.notes:
         yield "note", note
-
-
-def flushed_title(flushed: FlushedByPlan) -> str:
-    """Return the loss scale that keeps what fp16 keeps now."""
-    kept = f"init_scale {words.setting(flushed.init_scale)} keeps fp16's gradients as they are"
-    if flushed.bound_by is not None:
-        kept = f"init_scale {words.setting(flushed.init_scale)}: at a higher one {flushed.bound_by} would overflow"
-    return f"{kept}; now it is {words.setting(flushed.scale)} ({flushed.profile})"
 
 
 def flushed_rows(flushed: FlushedByPlan) -> Iterator[list[str]]:
@@ -278,11 +256,6 @@ def flushed_rows(flushed: FlushedByPlan) -> Iterator[list[str]]:
 def _between(one: FlushedOfPlan) -> str:
     least, most = words.percent(one.after), words.percent(one.after_most)
     return least if least == most else f"{least} to {most}"
-
-
-def gigabytes(count: float) -> str:
-    """Return bytes as gigabytes of 10^9."""
-    return f"{count / 1e9:.3g} GB"
 
 
 # -- a replay: the path of what is not finite, and the steps with the change --

@@ -197,7 +197,7 @@ def change(section: ChangeSection | None) -> Iterator[Block]:
         for one in section.growth
     )
     head = ("tensor", "largest before", "now", "powers of two", "intervals left", "meets it at step")
-    yield from fold("growing towards fp16's 65504", *table(head, growing))
+    yield from fold("growing towards fp16's largest value, 65,504", *table(head, growing))
     for title, names in (("appeared", section.appeared), ("vanished", section.vanished)):
         yield from fold(f"{title}: {words.count(len(names), 'tensor')}", *((Text(", ".join(names)),) if names else ()))
     shapes = ((name, f"{words.value(was)} to {words.value(now)}") for name, (was, now) in section.reshaped.items())

@@ -293,7 +293,7 @@ def number(item: Any) -> str:
     return f"{int(item)}" if float(item).is_integer() and abs(item) < _WHOLE else f"{item:.4g}"
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Return bytes as `1.21 MB`."""
     amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
     while amount >= 1000 and len(units) > 1:

@@ -572,7 +572,7 @@ class _Search:
         counting = self._counting(findings)
         shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # new findings first
         many = f"{sum(outcome.skipped for outcome in self.outcomes)} of {len(self.outcomes)}"
-        scaled = any(outcome.scale_before is not None for outcome in self.outcomes)
+        scaled = any(outcome.skipped or outcome.scale_before is not None for outcome in self.outcomes)
         checks = (
             Check(
                 name=FINITE_CHECK,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ampdoctor.diagnosis.catalogue import figure, scale_text
 from ampdoctor.diagnosis.replay.outcome import KnownFailure, known_failure, not_reproduced_finding
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Finding, Skipped
@@ -44,17 +45,17 @@ def headroom_check(
         return
     scale = next((o.scale_before for o in outcomes if o.step == tightest.step), None)
     gradient = tightest.kind != "output"
-    module = f"module {tightest.module}" if tightest.module else "the root module"
+    module = tightest.module or "the model"
     what = {
         "output": f"the output of {module}",
         "output_grad": f"the gradient that arrives at the output of {module}",
         "grad": f"a parameter's gradient in {module}",
     }[tightest.kind]
-    scaled = f", scaled by {scale:g}," if gradient and scale not in (None, 1.0) else ""
+    scaled = f", scaled by {scale_text(scale)}," if gradient and scale not in (None, 1.0) else ""
     yield Check(
         name=TIGHTEST_HEADROOM,
-        result=f"a factor of {2.0**tightest.log2:.3g}: {what}{scaled} reaches {tightest.amax:.4g} in step "
-        f"{tightest.step}, and {tightest.format} ends at {tightest.limit:.5g}{beside}",
+        result=f"a factor of {2.0**tightest.log2:.3g}: {what}{scaled} reaches {figure(tightest.amax)} in step "
+        f"{tightest.step}, and {tightest.format}'s largest value is {figure(tightest.limit)}{beside}",
         headroom={
             "log2": tightest.log2,
             "module": tightest.module,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.catalogue import effects, figure, rules
 from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, origin_finding, state_finding
 from ampdoctor.diagnosis.replay.scaler import dead_scaler_finding, lost_scale_finding
 from ampdoctor.evidence.checkpoint_stats import ScalerState
@@ -162,3 +162,28 @@ def test_the_fingerprint_of_several_places_does_not_change_with_one_more():
     assert about("c", "d", op="state:bias").fingerprint != known
     assert about("c", "d", role="ema").fingerprint != about("c", "d", role="weight").fingerprint
     assert about("c").fingerprint != about("d").fingerprint
+
+
+def test_what_follows_from_a_diagnosed_step_is_its_effect():
+    def at(code, step, severity="error", file="a"):
+        return Finding(
+            code=code, name="n", severity=severity, message="m", where=Where(step=step, phase="loss", file=file)
+        )
+
+    cause = at("AMP201", 15)
+    later = [at("AMP722", 15), at("AMP723", 20, "warning"), at("AMP740", 15 + 256)]
+    apart = [
+        at("AMP722", 14),
+        at("AMP723", 15 + 257),
+        at("AMP729", 20),  # a schedule is the user's
+        at("AMP722", 20, file="b"),
+    ]
+    assert effects([cause, *later, *apart]) == {1: 0, 2: 0, 3: 0}
+    assert effects([at("AMP307", 15, "note"), at("AMP722", 16)]) == {}, "a note is no cause of an error"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(65504.0, "65,504"), (79713.27, "79,713"), (0.0123, "0.0123"), (3.39e38, "3.39e+38")]
+)
+def test_a_figure_is_short_and_has_separators(number, said):
+    assert figure(number) == said

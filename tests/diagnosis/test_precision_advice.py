@@ -81,12 +81,12 @@ def test_a_forward_near_fp16s_limit_is_bf16_where_there_is_bf16_and_an_island_wh
     forward = {"block.2": 40000.0, "block.3": 100.0}
     advice = advise_precision(facts(forward=forward))
     assert (advice.precision, advice.alternative) == ("bf16", None)
-    assert "40000" in advice.why
+    assert "40,000" in advice.why
     assert advice.fp32_modules() == ()
     fp32_module = advise_precision(facts("v100", forward=forward))
     assert fp32_module.precision == "fp16"
     assert fp32_module.fp32_modules() == ("block.2",)
-    assert "reach 40000" in row(fp32_module, "block.2").reason
+    assert "reach 40,000" in row(fp32_module, "block.2").reason
     assert advise_precision(facts(forward={"block.2": 32000.0})).precision == "fp16"
 
 

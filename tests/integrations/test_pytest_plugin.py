@@ -22,11 +22,11 @@ def test_overflow():
     train(torch.ones(4, 8) * 2000)
 """
 SICK_LOOPS = {
-    "test_nan_in_a_batch": ("AMP204", "step 2: the batch itself holds NaN"),
-    "test_derivative_of_a_root": ("AMP202", "step 0, backward: aten.sqrt"),
-    "test_past_the_scaler": ("AMP407", "4 gradients that are still scaled by 1.67772e+07"),
+    "test_nan_in_a_batch": ("AMP204", "the batch holds NaN before the forward, first at index [0, 1] (1 of 6 values)"),
+    "test_derivative_of_a_root": ("AMP202", "(backward of aten.sqrt in"),
+    "test_past_the_scaler": ("AMP407", "4 gradients that are still scaled by 16,777,216"),
     "test_scale_never_updated": ("AMP405", "scaler.update() is never called"),
-    "test_without_an_optimizer": ("AMP202", "backward: aten.sqrt"),
+    "test_without_an_optimizer": ("AMP202", "(backward of aten.sqrt in"),
     "test_own_check": ("AMP202", "the test raised: AssertionError: bad loss"),
     "test_swallowed": ("AMP202", "aten.log"),
 }

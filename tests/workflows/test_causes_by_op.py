@@ -31,4 +31,4 @@ def test_an_op_that_goes_wrong(group, name):
     operand = finding.evidence.get("operand")
     assert (operand and operand["made_by"]) == case.made_by
     if group == "inside":
-        assert "a partial result inside the op goes beyond" in finding.message or "largest value" in finding.message
+        assert "a partial result in the op is above" in finding.message or "largest value" in finding.message

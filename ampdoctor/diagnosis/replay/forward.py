@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, rule, short
+from ampdoctor.diagnosis.replay.gradients import listing
 from ampdoctor.diagnosis.replay.nonfinite import HELP, at_step
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
@@ -22,7 +23,6 @@ bias of a key projection), fp32 computes 1e-7 or less, and the distance from tha
 CLEARLY_NEARER = 4.0
 """Factor by which a change must reduce the error of the gradients that are far from fp32's: it then explains fifteen
 sixteenths of their squared error."""
-NAMED = 16  # parameters that the evidence names
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -78,8 +78,7 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
             "at_module": one.where.module,
             "rounding": one.rounding,
             "format": one.dtype,
-            "parameters": names[:NAMED],
-            "parameters_count": len(names),
+            **listing(names),
             "gradients_depart": together(far),
             "gradient_error": comparison.gradient_error,
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, rule, scale_text
 from ampdoctor.diagnosis.replay.nonfinite import HELP, at_step
@@ -162,7 +163,10 @@ def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Sev
 
 STARVED_PARAMETERS = rule("AMP304", REPLAYED)
 
-NAMED = 16  # parameters that the evidence names
+
+def listing(names: Sequence[str], what: str = "parameters") -> dict[str, Any]:
+    """Returns the first names and their number, as evidence."""
+    return {what: list(names[:16]), f"{what}_count": len(names)}
 
 
 def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterVsFp32, ...]:
@@ -230,8 +234,7 @@ def starved_finding(
         where=saturated or (where if flush is None else flush.where),
         cause=cause,
         evidence={
-            "parameters": names[:NAMED],
-            "parameters_count": len(names),
+            **listing(names),
             "steps": [step.step for step in compared],
             "gradient_norm_in_fp32": largest.expected,
             "flushed": largest.flushed,

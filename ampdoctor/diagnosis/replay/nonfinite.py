@@ -363,7 +363,7 @@ def _op(origin: NonFiniteOrigin) -> str:
     """Formats the op, and the part of the step where no module has it."""
     where = origin.where
     named = next((stats.name for stats in origin.inputs if stats.name), None)
-    op = where.op or origin.kernel
+    op = f"{'backward of ' if where.phase == 'backward' else ''}{where.op or origin.kernel}"
     if named is not None and origin.kernel == "aten._to_copy":
         op = f"cast of {named.replace(':', ' ')} to {_format(origin)}"
     if origin.after_backward:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from ampdoctor.diagnosis.catalogue import figure
 from ampdoctor.diagnosis.replay.scale_choice import FORWARD_HEADROOM, near_limit
 from ampdoctor.diagnosis.replay.updates import all_updates, update_notes, update_remedies
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX
@@ -82,13 +83,14 @@ def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
         if amax is None or half not in _MANTISSA:
             continue
         name = module.name or "the model or its loss"
+        reach = f"{name}: logits reach {figure(amax)}"
         if amax >= OVERFLOWED:
             yield f"{name}: logits overflow: scale the queries before the product, or normalise both factors"
         elif half == "fp16" and amax >= FP16_MAX / 2:
-            yield f"{name}: logits reach {amax:.5g}: scale the queries before the product, or normalise both factors"
+            yield f"{reach}: scale the queries before the product, or normalise both factors"
         elif _ulp(amax, half) / 2 >= COARSE_LOGITS and _half_logits(module):
             yield (
-                f"{name}: logits reach {amax:.5g}, where {half} has steps of {_ulp(amax, half):g}: normalise queries "
+                f"{reach}, where {half} has steps of {_ulp(amax, half):g}: normalise queries "
                 "and keys, or compute this product in fp32"
             )
 
@@ -115,7 +117,7 @@ def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
             bits = f"{fmt} keeps {_MANTISSA[fmt] + 1} bits"
             yield _row(module, op, "fp32", f"its log-softmax takes the logits' format, now {computed}; {bits}")
         elif op in _LOSSES:
-            yield _row(module, op, "fp32", f"a sum over the batch, which fp16 ends at 65504; {kept}")
+            yield _row(module, op, "fp32", f"a sum over the batch, and fp16's largest value is 65,504; {kept}")
         elif op in _SOFTMAXES:
             yield _row(module, op, "fp32", f"exponentials and a sum{_logits(module, half)}; {kept}")
         elif op == _ATTENTION:
@@ -128,7 +130,7 @@ def _logits(module: ModuleFacts, half: RowPrecision) -> str:
     if module.logits_amax >= OVERFLOWED:
         return "; its logits overflow"
     step = f", where {half} has steps of {_ulp(module.logits_amax, half):.2g}" if half in _MANTISSA else ""
-    return f"; logits reach {module.logits_amax:.3g}{step}"
+    return f"; logits reach {figure(module.logits_amax)}{step}"
 
 
 def _ulp(magnitude: float, half: str) -> float:
@@ -331,7 +333,7 @@ def _obstacle(facts: PrecisionFacts, in_fp32: Mapping[str, str], thresholds: Thr
         return f"{target.name} has no native fp16"
     if share > thresholds[FP32_SHARE]:
         worst = max(_near(facts, thresholds).items(), key=lambda item: (item[1], item[0]), default=None)
-        forward = f": the forward reaches {worst[1]:.5g} in {worst[0] or 'the model'}" if worst is not None else ""
+        forward = f": the forward reaches {figure(worst[1])} in {worst[0] or 'the model'}" if worst is not None else ""
         return f"FP16 would need {share:.0%} of the parameters in fp32{forward}"
     if "" in in_fp32:
         return f"FP16 does not fit the model's own forward or its loss: {in_fp32['']}"
@@ -359,8 +361,9 @@ def _reach(amax: float, thresholds: Thresholds) -> str:
     if amax >= OVERFLOWED:
         return "a product in it overflows fp16"
     if amax > FP16_MAX:
-        return f"its values reach {amax:.5g}, beyond fp16's 65504"
-    return f"its values reach {amax:.5g}, within a factor of {2.0 ** thresholds[FORWARD_HEADROOM]:.3g} of fp16's 65504"
+        return f"its values reach {figure(amax)}, above fp16's largest, 65,504"
+    near = f"{2.0 ** thresholds[FORWARD_HEADROOM]:.3g}"
+    return f"its values reach {figure(amax)}, within a factor of {near} of fp16's largest, 65,504"
 
 
 def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:

@@ -112,7 +112,7 @@ def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, 
         harm += ", and one that the scaler skips is made all the same"
     found = _misused(
         Where(step=step, phase="optimizer", op="optimizer.step", source=source),
-        f"the optimizer steps again on gradients {first}, without a backward in between. {harm}.",
+        f"the optimizer steps again on the gradients {first}, without a backward in between. {harm}.",
         {"skipped_by_the_scaler": held_back},
         severity="error" if scaled else "warning",
         advice="" if scaled else advice,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ampdoctor.diagnosis.catalogue import REPLAYED, rule, short
-from ampdoctor.diagnosis.replay.gradients import common_module
+from ampdoctor.diagnosis.replay.gradients import common_module, listing
 from ampdoctor.diagnosis.replay.nonfinite import HELP
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
@@ -81,8 +81,7 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
             "moved": moved,
             "stalled": stalled,
             "stalled_fraction": stalled / moved,
-            "modules": [u.module for u in stagnation.updates[:16]],
-            "modules_count": len(stagnation.updates),
+            **listing([u.module for u in stagnation.updates], "modules"),
             "update_lost": max(u.lost for u in stagnation.updates),
         },
         advice=HELP["optimizer_precision"],
@@ -190,7 +189,6 @@ STRAIGHT = 0.75
 """Least |sum of fp32's moves| / sum of |moves| of a tensor. The steps of a mean at rest go to and fro: 0.58 after three
 steps, 1 / sqrt(n) in the long run. Measured where something stands still: 0.79 to 1."""
 COINS = 5  # signs after the first that must be equal where only few elements are seen: by chance once in 32
-NAMED = 16  # tensors that the evidence names
 Beside = TypeVar("Beside", ParameterVsFp32, StateVsFp32)
 
 
@@ -299,8 +297,7 @@ def frozen_finding(
         ),
         cause="optimizer_precision",
         evidence={
-            "parameters": names[:NAMED],
-            "parameters_count": len(names),
+            **listing(names),
             "steps": [step.step for step in compared],
             "share_of_squared_gradient": share,
             "largest_update_in_half_units": far,
@@ -349,8 +346,7 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
         where=replace(where, step=step, module=module, tensor=names[0] if len(names) == 1 else None),
         cause="optimizer_precision",
         evidence={
-            "tensors": names[:NAMED],
-            "tensors_count": len(names),
+            **listing(names, "tensors"),
             "steps": [step.step for step in compared[since:]],
             "dtype": states[0].dtype,
             "largest_value": max(state.value for state in states),
@@ -420,8 +416,7 @@ def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequen
         ),
         cause="optimizer_precision",
         evidence={
-            "parameters": names[:NAMED],
-            "parameters_count": len(names),
+            **listing(names),
             "steps": [step.step for step in compared[since:]],
             "smallest_ratio": min(ratios),
             "largest_ratio": max(ratios),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule, short
+from ampdoctor.diagnosis.catalogue import SCANNED, not_replayed, rule, short
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED, for_each, where_of
 from ampdoctor.evidence.checkpoint_stats import (
     CheckpointSummary,
@@ -16,7 +16,7 @@ from ampdoctor.evidence.checkpoint_stats import (
     ZeroSecondMoment,
 )
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 
 DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
@@ -135,12 +135,10 @@ def _flushed(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         also=tuple(map(_place, sick[1:])),
         cause="bad_checkpoint" if wide else "optimizer_precision",
         evidence=evidence,
-        prescription=Prescription(
-            kind="optimizer",
-            value={"reset_state": [moment.name for moment in sick[:MAX_LISTED]]},
-            status="not_run",
-            reason=NOT_REPLAYED,
-            detail="Drop the optimizer state of these parameters, and keep second moments in fp32 or bf16.",
+        prescription=not_replayed(
+            "optimizer",
+            {"reset_state": [moment.name for moment in sick[:MAX_LISTED]]},
+            "Drop the optimizer state of these parameters, and keep second moments in fp32 or bf16.",
         ),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, rule, scale_text
+from ampdoctor.diagnosis.catalogue import SCANNED, not_replayed, rule, scale_text
 from ampdoctor.diagnosis.health.loss_rules import CUT, GRADIENTS_VANISHED
 from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, for_each
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogTail, ScalerState
@@ -55,21 +55,17 @@ def place_of(summary: CheckpointSummary, scaler: ScalerState, nonfinite: NonFini
 
 def fresh_scaler(detail: str = "Resume with a fresh scaler instead of the stored state.") -> Prescription:
     """Returns the change to a GradScaler with its own defaults."""
-    return Prescription(kind="scaler", value=dict(FRESH_SCALER), status="not_run", reason=NOT_REPLAYED, detail=detail)
+    return not_replayed("scaler", dict(FRESH_SCALER), detail)
 
 
 def without_a_scale() -> Prescription:
     """Returns the change for a scale below 1: a fresh scaler would overflow again, as a scale of 1 does."""
     alone = "If you must stay in fp16: a fresh scaler, once what overflows at a scale of 1 is mended."
-    return Prescription(
-        kind="dtype",
-        value="bfloat16",
-        status="not_run",
-        reason=NOT_REPLAYED,
-        detail="train in bf16, without a GradScaler; if bad batches made the scale fall, leave those out instead "
-        "(ampdoctor bisect-nan shows which)",
-        alternatives=(fresh_scaler(alone),),
+    detail = (
+        "train in bf16, without a GradScaler; if bad batches made the scale fall, leave those out instead "
+        "(ampdoctor bisect-nan shows which)"
     )
+    return not_replayed("dtype", "bfloat16", detail, (fresh_scaler(alone),))
 
 
 def scaler_numbers(scaler: ScalerState) -> dict[str, Any]:
@@ -118,9 +114,7 @@ def _scaler_settings(summary: CheckpointSummary, scaler: ScalerState, _: Thresho
         own = {**scaler_numbers(scaler), "init_scale": scaler.scale}
         better = {name: fresh if name in wrong else own[name] for name, fresh in FRESH_SCALER.items()}
         arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
-        cure = Prescription(
-            kind="scaler", value=better, status="not_run", reason=NOT_REPLAYED, detail=f"GradScaler({arguments})"
-        )
+        cure = not_replayed("scaler", better, f"GradScaler({arguments})")
         yield SCALER_SETTINGS.finding(
             "warning",
             f"The loss scaler's settings cannot work: {'; '.join(wrong.values())}.",
@@ -200,8 +194,8 @@ def _collapsed_scaler(summary: CheckpointSummary, scaler: ScalerState, threshold
     flushed_below = FP16_FLUSH_AT / scaler.scale
     falling = _is_falling(scaler, summary.global_step, thresholds)
     message = (
-        f"The loss scale is {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero in fp16. "
-        f"One of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
+        f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
+        f"in fp16. One of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
         f"{f'. Gradients overflowed {_ago(scaler)}' if falling else ''}."
     )
     evidence = {
@@ -379,10 +373,4 @@ def _beside(typical: float | None) -> str:
 def _larger(typical: float) -> Prescription:
     """Returns a scale at which a typical gradient is 2^10 times the flush threshold."""
     scale = 2.0 ** math.ceil(math.log2(2**10 * FP16_FLUSH_AT / typical))
-    return Prescription(
-        kind="init_scale",
-        value=scale,
-        status="not_run",
-        reason=NOT_REPLAYED,
-        detail=f"Start the scaler at {scale_text(scale)}, or train in bf16.",
-    )
+    return not_replayed("init_scale", scale, f"Start the scaler at {scale_text(scale)}, or train in bf16.")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
-from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Finder, Rule, figure, rule, short
+from ampdoctor.diagnosis.catalogue import SCANNED, Finder, Rule, figure, not_replayed, rule, short
 from ampdoctor.diagnosis.health.loss_rules import STEPS_NOT_FINITE
 from ampdoctor.evidence.checkpoint_stats import (
     CastLoss,
@@ -429,13 +429,8 @@ def _not_finite(
 
 def _without(tensor: TensorSummary) -> Prescription:
     """Returns the change: without its state, which the optimizer then creates anew."""
-    return Prescription(
-        kind="optimizer",
-        value={"reset_state": [address(tensor)]},
-        status="not_run",
-        reason=NOT_REPLAYED,
-        detail=f"Drop the optimizer state of {tensor.name} before resuming.",
-    )
+    detail = f"Drop the optimizer state of {tensor.name} before resuming."
+    return not_replayed("optimizer", {"reset_state": [address(tensor)]}, detail)
 
 
 def _counts(tensor: TensorSummary) -> str:

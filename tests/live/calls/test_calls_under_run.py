@@ -42,11 +42,11 @@ def past_it(it):
 @pytest.mark.parametrize(
     ("iteration", "op", "words"),
     [
-        (past_it, "optimizer.step", "uses 4 gradients that are still scaled by 1024"),
+        (past_it, "optimizer.step", "uses 4 gradients that are still scaled by 1,024"),
         (
             lambda it: (it.backward(), it.clip(), it.step()),
             "clip_grad_norm_",
-            "to 0.01 while they were still scaled by 1024",
+            "to 0.01 while they were still scaled by 1,024",
         ),
     ],
     ids=["past it", "clips too early"],
@@ -109,7 +109,7 @@ def with_a_bad_rate(loop):
 @pytest.mark.parametrize(
     ("iteration", "phase", "words"),
     [
-        (written_by_hand, "optimizer", "a number among its arguments is inf"),
+        (written_by_hand, "optimizer", "from finite tensors, with inf among its arguments"),
         (with_a_bad_rate, "optimizer", "lr is inf"),
     ],
     ids=lambda one: getattr(one, "__name__", None),

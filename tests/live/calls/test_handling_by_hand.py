@@ -63,10 +63,10 @@ def cuts_values_by_hand(it):
     it.step()
 
 
-CUT = "were cut to 0.5 while they were still scaled by 4096"
+CUT = "were cut to 0.5 while they were still scaled by 4,096"
 SHORT = "were shortened to norm 1, in this step as in others"
-TWICE = "divided by 4096 twice: by the scaler and by the loop's own code"
-MORE = "is scaled once more, by 4096, and unscaled once"
+TWICE = "divided by 4,096 twice: by the scaler and by the loop's own code"
+MORE = "is scaled once more, by 4,096, and unscaled once"
 SICK = {
     "cuts values": (lambda it: (it.backward(), it.clip_values(0.5), it.step()), "gradient clipping", CUT),
     "cuts values by hand": (cuts_values_by_hand, "gradient clipping", CUT),
@@ -89,19 +89,19 @@ SICK = {
     "divides twice": (
         lambda it: (it.backward(), it.divide(), it.divide(), it.optimizer.step()),
         "unscale",
-        "the loop's own code divides the gradients by 4096 twice",
+        "the loop's own code divides the gradients by 4,096 twice",
     ),
     "scales twice": (lambda it: (it.backward_twice_scaled(), it.step()), "GradScaler.scale", MORE),
     "scales a part twice": (scales_a_part_twice, "GradScaler.scale", MORE),
     "steps past it": (
         lambda it: (it.backward(), it.unscale(), it.clip(1.0), it.optimizer.step(), it.scaler.update()),
         "optimizer.step",
-        "an update whose gradients overflow is made all the same",
+        "An update whose gradients overflow is made, and not skipped",
     ),
     "steps past it without unscaling, and logs": (
         lambda it: (it.scaler.get_scale(), it.backward(), it.optimizer.step()),
         "optimizer.step",
-        "still scaled by 4096",
+        "still scaled by 4,096",
     ),
 }
 

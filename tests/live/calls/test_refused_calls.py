@@ -67,7 +67,7 @@ def test_half_weights_are_named_with_the_line_that_made_them(tmp_path, loop, met
         f"scaler.{method}",
         line_of("MADE"),
     )
-    assert "4 trained parameters are in float16, the first of them 0.weight" in finding.message
+    assert "4 trained parameters are in fp16, the first of them 0.weight" in finding.message
     assert "autocast" in finding.help
     assert "order" not in finding.help
     assert code_of(finding.prescription, setting_of(report, finding), finding.cause) == Code()

@@ -11,7 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from ampdoctor.evidence.report import ErrorNote, Prescription, Suppressed
+from ampdoctor.evidence.report import Check, ErrorNote, Prescription, Report, Suppressed
+from ampdoctor.evidence.report_replay import FINITE_CHECK
 from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.reports.github import render_markdown
 from ampdoctor.reports.html_report import render_html
@@ -105,7 +106,26 @@ def test_what_came_after_the_first_error_of_a_log_is_folded_under_it():
     later = replace(first, code="AMP723", name="scale-ratchets", where=replace(first.where, step=30))
     text = shown(replace(report, findings=(first, later)))
     assert "then: the loss scale falls and does not grow at step 30" in text
+    assert "verdict: sick (1 error, 1 effect)" in text
     assert text.count("ERROR") == 1
+    assert shown(replace(report, findings=(first, later)), verbose=1).count("FIX") == 1, "the cause's cures both"
+
+
+def test_checks_are_statements():
+    def check(name, result, **headroom):
+        return Check(name=name, result=result, headroom=headroom)
+
+    checks = (
+        check("steps", "ok", steps=1, skipped=0, ranks=1),
+        check("cast", "ok", flushed=0.0, subnormal=0.25, relative_error=0.00022145),
+        check("fp16 range", "ok", log2=3.0),
+        check("loss", "not in the log"),
+        check("gradient norm", "not in the log"),
+        check(FINITE_CHECK, "found", steps=1),
+    )
+    text = shown(Report(command="health", target={}, verdict="healthy", checks=checks))
+    said = ["ok (1 step, 0 skipped)", "ok (25.00% subnormal, relative error 0.0002214)", "ok (8 times below the limit)"]
+    assert [one for one in [*said, "loss, gradient norm", "see above"] if one not in text] == []
 
 
 def test_a_value_met_in_a_file_is_not_said_to_be_born_there():

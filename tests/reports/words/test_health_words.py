@@ -56,7 +56,7 @@ def test_a_scaler_in_two_lines():
     assert (
         first[1] == "loss scale 65536 at first, 32768 at least, 65536 at most, 32768 in the end; 0 growths, 1 backoff"
     )
-    assert "growth_interval=2000; 7 steps since the scale last changed" in second[1]
+    assert "growth_interval=2000; 7 steps since it changed" in second[1]
 
 
 def test_marks_are_told_the_last_of_many():

@@ -47,7 +47,7 @@ def test_only_a_living_scale_is_to_be_loaded(scale, code, tmp_path):
     if code == "AMP401":
         (finding,) = report.findings
         assert (finding.severity, finding.where.phase, finding.where.op) == ("warning", "checkpoint", "scaler_state")
-        assert "The run starts at 1024 instead" in finding.message
+        assert "The run starts at 1,024 instead" in finding.message
         assert "load_state_dict" not in finding.help
 
 
@@ -114,7 +114,7 @@ def made_here(run, state):
 
 
 @pytest.mark.parametrize(
-    ("scaled", "said"), [(True, "The run starts at 65536 instead."), (False, "The run has no scaler.")]
+    ("scaled", "said"), [(True, "The run starts at 65,536 instead."), (False, "The run has no scaler.")]
 )
 def test_a_collapsed_scale_that_is_not_continued_is_not_to_be_loaded(tmp_path, scaled, said):
     report = resumed_at(2.0**-9, tmp_path, clean=5, load=made_here, factor=1.0, scaled=scaled)

@@ -99,7 +99,7 @@ def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls():
         ("unscaled", "scaler.step", "STEP", "_scale is None", "scaler.scale(loss).backward()"),
         ("twice", "scaler.unscale_", "TWICE", "already been called", "at most once an optimizer"),
         ("past_it", "optimizer.step", "PAST", "No inf checks", "in place of optimizer.step()"),
-        ("half", "scaler.step", "HALF", "4 trained parameters are in float16", "no model.half()"),
+        ("half", "scaler.step", "HALF", "4 trained parameters are in fp16", "no model.half()"),
         ("no_gradients", "scaler.step", "STEP", "No inf checks", "whose parameters got gradients"),
     ],
 )
