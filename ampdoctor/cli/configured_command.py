@@ -126,7 +126,7 @@ class ConfiguredCommand(TyperCommand):
         """Set the knobs that `--threshold` names; raises UsageError for an unknown one, or one that is an option."""
         for key, knob in self.knobs.items():
             if _source(ctx, knob.name) == _FLAG:
-                raise UsageError(f"--{key} is now --threshold {key}=VALUE, or {key} in the configuration file")
+                raise UsageError(f"--{key} is a knob: --threshold {key}=VALUE, or {key} in the configuration file")
         moved: dict[str, str] = {}
         of_rules = []
         for pair in ctx.params.get("threshold", ()):

@@ -7,7 +7,6 @@ import difflib
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,23 +23,8 @@ def is_usage_error(error: BaseException) -> bool:
     return callable(getattr(error, "format_message", None)) and isinstance(getattr(error, "exit_code", None), int)
 
 
-_RULES_NUMBERS = {
-    "--tau": "AMP301.flushed",
-    "--rho": "AMP723.skip_rate",
-    "--horizon": "AMP723.horizon",
-    "--error-note": "AMP301.error_note",
-    "--error-warning": "AMP301.error_warning",
-    "--error-bad": "AMP301.error_bad",
-    "--fp32-share": "AMP303.fp32_share",
-}
-"""Options that there were, and the thresholds that they set."""
-
-
 def said_by(error: Any) -> str:
     """Return the error's message with its option."""
-    option, command = getattr(error, "option_name", ""), getattr(getattr(error, "ctx", None), "info_name", "")
-    if option in _RULES_NUMBERS and command in ("profile", "recommend"):
-        return f"{option} is now --threshold {_RULES_NUMBERS[option]}=VALUE"
     return str(error.format_message()).replace(_PYDANTICS, "", 1)
 
 
@@ -55,61 +39,37 @@ REPLAYING = ("bisect-nan", "profile", "recommend")  # the commands that replay a
 _LONGEST = 1_000_000  # largest file that is read, in bytes
 _LISTED = 200  # most Python files that are read in a folder
 _SHOWN = 5  # most files that are listed
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-_NOT_REPLAYED = {
-    "deepspeed": "DeepSpeed's engine, which is not replayed: hand over its model, loss and optimizer as a TrainingRun",
-    "jax": "JAX, which is not PyTorch",
-    "tensorflow": "TensorFlow, which is not PyTorch",
+_ENTRIES = {
+    "fit": ("lightning", "pytorch_lightning", "lightning_fabric"),
+    "train": ("transformers", "trl", "sentence_transformers"),
+    "backward": ("accelerate",),
 }
+"""The methods with which frameworks train, beside a loop's own `backward` and `step`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """How a Python file trains, judged by its text."""
-
-    what: str  # what trains, as a phrase
-    line: int | None = None  # None where no single line shows it
-    target: str | None = None  # what to name on the command line; None where nothing fits
-
-
-def door_of(file: Path) -> Door | None:
-    """Return how a file trains; None if nothing in it trains, or it cannot be read as Python."""
+def target_in(file: Path) -> str | None:
+    """Return what to name of a file that trains, judged by its text; None where nothing in it can be replayed."""
     try:
         if not file.is_file() or file.stat().st_size > _LONGEST:
             return None
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    calls, packages = _used(tree)
-    updates = {"backward", "step"} <= calls.keys()
-    for package, what in _NOT_REPLAYED.items():
-        if package in packages and ("torch" not in packages or (package == "deepspeed" and "initialize" in calls)):
-            return Door(what=what, line=calls.get("initialize"))
-    if factories := sure_factories_in(file):
-        return Door(what=f"the factory {factories[0]}", target=f"{file}:{factories[0]}")
-    if "fit" in calls and packages & {*_LIGHTNING}:
-        return Door(what="Lightning's Trainer.fit()", line=calls["fit"], target=str(file))
-    if "train" in calls and packages & {"transformers", "trl", "sentence_transformers"} and not updates:
-        return Door(what="a Hugging Face Trainer", line=calls["train"], target=str(file))
-    if "backward" in calls and "accelerate" in packages:
-        return Door(what="a loop with Accelerate", line=calls["backward"], target=str(file))
-    if updates:
-        return Door(what="a training loop", line=calls["backward"], target=str(file))
-    return None
-
-
-def _used(tree: ast.AST) -> tuple[dict[str, int], set[str]]:
-    """Return the methods that are called, each with its first line, and the packages that are imported."""
-    calls: dict[str, int] = {}  # the first line that calls each method
+    calls: set[str] = set()
     packages: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            calls[node.func.attr] = min(node.lineno, calls.get(node.func.attr, node.lineno))
+            calls.add(node.func.attr)
         elif isinstance(node, ast.Import):
             packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             packages.add(node.module.partition(".")[0])
-    return calls, packages
+    if factories := sure_factories_in(file):
+        return f"{file}:{factories[0]}"
+    if "deepspeed" in packages and "initialize" in calls:  # its engine is not replayed
+        return None
+    by_framework = any(entry in calls and packages & {*of} for entry, of in _ENTRIES.items())
+    return str(file) if by_framework or {"backward", "step"} <= calls else None
 
 
 def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
@@ -127,7 +87,7 @@ def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
         notebook = shlex.quote(next(str(file) for file in named if file.suffix == ".ipynb"))
         return [f"A notebook is no Python file: jupyter nbconvert --to script {notebook} makes one; name that."]
     scripts = [file for file in named if file.suffix == ".py" and file.is_file()]
-    fits_none = all(door_of(file) is None and not factories_in(file) for file in scripts)
+    fits_none = all(target_in(file) is None and not factories_in(file) for file in scripts)
     return _all_of(arguments[0]) if scripts and fits_none else []
 
 
@@ -159,12 +119,8 @@ def _in_folder(command: str, folder: Path) -> list[str]:
         files = sorted(folder.glob("*.py"))[:_LISTED]
     except OSError:
         return []
-    found = [(file, door) for file in files if (door := door_of(file)) is not None]
-    lines = []
-    for file, door in found[:_SHOWN]:
-        where = f"{file}, line {door.line}" if door.line is not None else str(file)
-        typed = "" if door.target is None else f": ampdoctor {command} {shlex.quote(door.target)}"
-        lines.append(f"  {where}, {door.what}{typed}")
+    found = [target for file in files if (target := target_in(file)) is not None]
+    lines = [f"  ampdoctor {command} {shlex.quote(target)}" for target in found[:_SHOWN]]
     more = [f"  and {len(found) - _SHOWN} more files"] if len(found) > _SHOWN else []
     return ["In this folder:", *lines, *more] if lines else []
 

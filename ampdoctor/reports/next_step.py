@@ -234,7 +234,7 @@ def _sick(report: Report) -> Step:
     code = code_of(made, setting_of(report, finding), finding.cause)
     place = "once the model is built" if code.apply else "into the training loop" if code.torch else ""
     if made.verified:
-        return Step(f"paste the lines of the fix {place}" if place else text.change(made))
+        return Step(f"paste the lines of the fix {place}, then run it again" if place else text.change(made))
     if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
         return Step("find where it breaks", _replay("bisect-nan", report.target))
     if finding.code == _NOT_FINITE_IN_FP32:

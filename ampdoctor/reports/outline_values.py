@@ -86,7 +86,8 @@ def _layers(profile: Mapping[str, Any]) -> Iterator[Block]:
     others = rows(site for site in sites if site["kind"] not in _GRADIENTS)
     of_replay = "; measured: in replayed fp16 steps" if measured else ""
     yield Heading(text="layers, those that lose most first")
-    yield Text(f"flushed to zero in fp16 at the run's loss scale{of_replay}; fits: at the scale that fits", "muted")
+    if gradients:
+        yield Text(f"flushed to zero in fp16 at the run's loss scale{of_replay}; fits: at the scale that fits", "muted")
     yield from table(headings, gradients[:_FEW_LAYERS], [""])
     more = words.count(len(gradients) - _FEW_LAYERS, "more layer")
     yield from fold(more, *table(headings, gradients[_FEW_LAYERS:], [""]))

@@ -10,9 +10,8 @@ from ampdoctor.cli.main import main
 
 REFUSED = {
     "modle.pt": "No such command 'modle.pt'",
-    "scan x --jobs 2": "--jobs is now --threshold jobs=VALUE, or jobs in the configuration file",
-    "profile x --half-products plain": "--half-products is now --threshold half-products=VALUE",
-    "recommend x --tau 0.1": "--tau is now --threshold AMP301.flushed=VALUE",
+    "scan x --jobs 2": "--jobs is a knob: --threshold jobs=VALUE, or jobs in the configuration file",
+    "profile x --half-products plain": "--half-products is a knob: --threshold half-products=VALUE",
     "scan x --tau 0.1": "No such option: --tau",
     "--format json scan model.pt": "No such option: --format",
     "scan nothing.pt": "nothing.pt does not exist",

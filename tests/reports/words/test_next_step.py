@@ -35,7 +35,7 @@ def scanned(*verdicts, first_sick=None, count=None):
 
 
 def test_a_proved_change_is_pasted():
-    assert said(SICK) == "paste the lines of the fix once the model is built"
+    assert said(SICK) == "paste the lines of the fix once the model is built, then run it again"
 
 
 def test_code_is_changed_at_its_line():
