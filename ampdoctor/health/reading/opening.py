@@ -169,13 +169,10 @@ _READ = (
 
 
 class FileState(NamedTuple):
-    """Detects whether a file has changed. Nobody can set `changed_ns`, unlike the modification time."""
+    """Shows whether a file has changed."""
 
-    path: str
     size: int
     written_ns: int  # the modification time
-    changed_ns: int  # the inode change time
-    inode: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +212,11 @@ class FoundLog:
         """Returns the current state of each file; raises CheckpointError where one is gone."""
         found = []
         for name in self.names:
-            path = self.folder / name
             try:
-                of_file = path.stat()
+                of_file = (self.folder / name).stat()
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}.") from None
-            times = (of_file.st_mtime_ns, of_file.st_ctime_ns)
-            found.append(FileState(os.fspath(path.absolute()), of_file.st_size, *times, of_file.st_ino))
+            found.append(FileState(of_file.st_size, of_file.st_mtime_ns))
         return found
 
 
