@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from ampdoctor.evidence.log_records import ActionLine, CheckpointLine, EndLine, LookLine, LostLine, StepLine
-from ampdoctor.health.condense import RunSummarizer
-from ampdoctor.health.curves import MOST_SPANS, Spans, curve_of, spans_of
+from ampdoctor.health.condense import MOST_SPANS, RunSummarizer, Spans, curve_of, spans_of
 from tests.health.logs import HEADER, detail, stamped, steps
 
 
