@@ -21,13 +21,7 @@ from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_p
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, begins_run_log, lines_in
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
-from ampdoctor.health.reading.other_logs import (
-    ANY_TABLE,
-    LIGHTNING,
-    TENSORBOARD,
-    TRANSFORMERS,
-    WANDB,
-)
+from ampdoctor.health.reading.other_logs import ANY_TABLE, LIGHTNING, TENSORBOARD, TRANSFORMERS, WANDB
 from ampdoctor.health.reading.printed_outputs import CONSOLE, DEEPSPEED, MEGATRON
 
 # -- ampdoctor's own log --

@@ -75,10 +75,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("learning_rate", "Learning rate of the first parameter group."),
         Metric("step_duration_seconds", "Time from the step before to this one.", type="histogram"),
         Metric("data_wait_ratio", "Share of a step's time that the loop waits for its data."),
-        Metric(
-            "memory_active_peak_bytes",
-            "Most memory that tensors held on the device since the step before.",
-        ),
+        Metric("memory_active_peak_bytes", "Most memory that tensors held on the device since the step before."),
         Metric("memory_retries_total", "How often the allocator freed its cache and tried again.", type="counter"),
         Metric("samples_total", "Samples of all ranks.", type="counter"),
         Metric("tokens_total", "Tokens of all ranks.", type="counter"),
