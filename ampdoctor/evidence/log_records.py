@@ -1,11 +1,12 @@
-"""The lines of a run's log as records: `run` writes them, `health` reads them, and the schema describes them."""
+"""The lines of a run's log as records: `run` writes them, `health` reads them.
+
+The JSON Schema beside this file is made from the classes (tests/schemas.py).
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from math import isfinite
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
@@ -413,14 +414,3 @@ class LogRecord:
 
     stamp: Stamp
     line: Line
-
-
-# -- the JSON Schema of a line, made from the classes (tests/schemas.py) and shipped beside this file --
-
-FILE = "run-log-line.schema.json"
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) that every line of a run's log follows."""
-    loaded: dict[str, Any] = json.loads(files("ampdoctor.evidence").joinpath(FILE).read_text(encoding="utf-8"))
-    return loaded

@@ -25,8 +25,7 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.report_health import CurveName, HealthRun, HealthSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.reading.log_kind import ReadIssues
-from ampdoctor.health.reading.opening import FoundLog, find_logs
-from ampdoctor.health.reading.same_run import without_copies
+from ampdoctor.health.reading.opening import FoundLog, find_logs, without_copies
 from ampdoctor.health.sinks.export import Export
 from ampdoctor.health.sinks.export import export as export_lines
 from ampdoctor.health.summary import LogSummary, OnProgress, grown_lately, look

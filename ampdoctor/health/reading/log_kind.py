@@ -16,7 +16,7 @@ from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, Line, LogRecord, RunLine, Stamp, StepLine
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.health.reading.log_files import SkippedLines, known_fields, lines_in, step_of, unread_in
+from ampdoctor.health.reading.log_files import SkippedLines, lines_in, step_of, unread_in
 
 # -- the order of rows, and rows that a later one replaces --
 
@@ -261,14 +261,13 @@ class Unread:
     _columns: dict[str, _Column] = field(default_factory=dict)
     empty_losses: array[int] = field(default_factory=lambda: array("q"))  # steps of rows whose loss is empty
 
-    def add(self, row: Mapping[str, Any], step: int | None) -> None:
-        """Takes a row of a step: its values by column name."""
-        numbers = known_fields(row)
-        if "step" in numbers and step_of(numbers) is None:
-            del numbers["step"]
-            self._column("step").texts += 1
-        for name in numbers.keys() & _TOLD.keys():
-            self._column(name).numbers += 1
+    def add(self, row: Mapping[str, Any], fields: Mapping[str, float], step: int | None) -> None:
+        """Takes a row of a step: its values by column name, and its known fields."""
+        for name in fields.keys() & _TOLD.keys():
+            if name == "step" and step_of(fields) is None:
+                self._column("step").texts += 1
+            else:
+                self._column(name).numbers += 1
         for name, empty in unread_in(row):
             if name in _TOLD:
                 column = self._column(name)
@@ -387,8 +386,12 @@ class ReadIssues:
 class LineRows:
     """Makes rows from a file's lines."""
 
-    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
+    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - most lose none
         """Yields the rows of whole lines; `left` counts those that cannot be used."""
+        for line in lines:
+            yield from self._rows_of(line)
+
+    def _rows_of(self, line: bytes) -> Iterator[Row]:
         raise NotImplementedError
 
     def rest(self, noticed: ReadIssues) -> Iterator[Row]:  # noqa: ARG002 - in most nothing waits

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, Listing, RegularFile, identity_of, is_folder, list_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.json_records import DuplicateKeyError
-from ampdoctor.evidence.log_records import SCHEMA_VERSION, LogRecord
+from ampdoctor.evidence.log_records import SCHEMA_VERSION, EndLine, LogRecord, StepLine
 from ampdoctor.evidence.log_text import parse_lines
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, begins_run_log, lines_in
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
-from ampdoctor.health.reading.other_logs import (
-    ANY_TABLE,
-    LIGHTNING,
-    TENSORBOARD,
-    TRANSFORMERS,
-    WANDB,
-)
+from ampdoctor.health.reading.other_logs import ANY_TABLE, LIGHTNING, TENSORBOARD, TRANSFORMERS, WANDB
 from ampdoctor.health.reading.printed_outputs import CONSOLE, DEEPSPEED, MEGATRON
 
 # -- ampdoctor's own log --
@@ -169,13 +164,10 @@ _READ = (
 
 
 class FileState(NamedTuple):
-    """Detects whether a file has changed. Nobody can set `changed_ns`, unlike the modification time."""
+    """Shows whether a file has changed."""
 
-    path: str
     size: int
     written_ns: int  # the modification time
-    changed_ns: int  # the inode change time
-    inode: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +207,11 @@ class FoundLog:
         """Returns the current state of each file; raises CheckpointError where one is gone."""
         found = []
         for name in self.names:
-            path = self.folder / name
             try:
-                of_file = path.stat()
+                of_file = (self.folder / name).stat()
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}.") from None
-            times = (of_file.st_mtime_ns, of_file.st_ctime_ns)
-            found.append(FileState(os.fspath(path.absolute()), of_file.st_size, *times, of_file.st_ino))
+            found.append(FileState(of_file.st_size, of_file.st_mtime_ns))
         return found
 
 
@@ -339,3 +329,87 @@ def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
         return Skipped(what=other.names[0], reason=f"another log than {first.names[0]}")
     own, what = (str(one.folder.relative_to(root)) for one in (first, other))
     return Skipped(what=what, reason=f"another log than {own}'s")
+
+
+# -- logs of one run in several forms, such as a table beside event files: the complete one is read --
+
+MOST_BYTES = 64 * 1024 * 1024
+MOST_ROWS = 50_000  # largest log that is compared with others; a longer one is judged by itself
+_ALIKE = 1e-3  # relative difference of a number in two logs of one run: one of them prints four digits
+_NUMBERS = ("loss", "gradient_norm", "loss_scale", "skipped")
+
+_Row: TypeAlias = tuple[float | None, ...]
+
+
+def without_copies(logs: Sequence[FoundLog]) -> tuple[list[FoundLog], list[Skipped]]:
+    """Returns the logs with numbers that no other log has, and notes about the rest; the first of two equal logs stays.
+
+    A log is a copy where another one has all its rows in the same order and with all their numbers. Steps are not
+    compared, as one logger begins at 0 and another at 1. So a copy never has a problem that the other log lacks.
+    """
+    if len(logs) < 2:
+        return list(logs), []
+    kept: list[_Held] = []
+    copies: list[Skipped] = []
+    for log in logs:
+        held = _held(log)
+        whole = next((one for one in kept if held.is_in(one)), None)
+        if whole is not None:
+            copies.append(_copy(log, whole.log))
+            continue
+        copies += [_copy(one.log, log) for one in kept if one.is_in(held)]
+        kept = [*(one for one in kept if not one.is_in(held)), held]
+    return [one.log for one in kept], copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A log to compare with others."""
+
+    log: FoundLog
+    rows: list[_Row]  # the numbers of its steps; empty where they were not read
+    has_more: bool  # whether it has more than these numbers, so that it must be read
+
+    def is_in(self, other: _Held) -> bool:
+        """Whether another log has all of it."""
+        if self.has_more or not self.rows or len(self.rows) > len(other.rows):
+            return False
+        rest = iter(other.rows)
+        return all(any(_says(one, row) for one in rest) for row in self.rows)
+
+
+def _copy(log: FoundLog, whole: FoundLog) -> Skipped:
+    return Skipped(what=log.shown, reason=f"the same run as {whole.shown}, which has each of its numbers")
+
+
+def _held(log: FoundLog) -> _Held:
+    rows: list[_Row] = []
+    has_more = log.kind is AMPDOCTOR or bool(log.errors)
+    try:
+        if sum(file.size for file in log.state()) > MOST_BYTES:
+            return _Held(log, [], has_more=True)
+        for one in log.lines(ReadIssues()):
+            line = one.line
+            if isinstance(line, StepLine):
+                there = (1.0 if told else None for told in (line.learning_rates, line.seconds))  # present or not
+                rows.append((*(getattr(line, name) for name in _NUMBERS), *there))
+            elif isinstance(line, EndLine):
+                has_more = has_more or bool(line.exit_code or line.reason)
+            if len(rows) > MOST_ROWS:
+                return _Held(log, [], has_more=True)
+    except CheckpointError:  # judging the log reports it
+        return _Held(log, [], has_more=True)
+    return _Held(log, rows, has_more)
+
+
+def _says(whole: _Row, row: _Row) -> bool:
+    return all(
+        mine is None or (other is not None and _alike(float(mine), float(other)))
+        for mine, other in zip(row, whole, strict=True)
+    )
+
+
+def _alike(one: float, other: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    return abs(one - other) <= _ALIKE * max(abs(one), abs(other))

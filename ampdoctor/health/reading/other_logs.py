@@ -134,7 +134,7 @@ class TableRows(LineRows):
             fields = _fields(values)
             step = self._step(values, fields)
             if not _is_of_an_evaluation(values):
-                self._unread.add(values, step)
+                self._unread.add(values, fields, step)
             if step is not None:
                 yield Row(step, {name: one for name, one in fields.items() if name != "step"})
 
@@ -296,8 +296,9 @@ def _read_trainer_state(folder: Path, names: Sequence[str], noticed: ReadIssues)
     noticed.left[name].damaged += len(history) - len(known)
     rows: list[Row] = []
     for values in known:
-        row = row_of(known_fields(values))
-        noticed.unread.add(values, None if row is None else row.step)
+        fields = known_fields(values)
+        row = row_of(fields)
+        noticed.unread.add(values, fields, None if row is None else row.step)
         if row is not None:
             rows.append(row)
     if any("loss" in row.values for row in rows):

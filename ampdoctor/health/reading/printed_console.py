@@ -14,7 +14,7 @@ from datetime import datetime
 from itertools import accumulate, pairwise
 
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.health.reading.log_files import SkippedLines, as_number
+from ampdoctor.health.reading.log_files import as_number
 from ampdoctor.health.reading.log_kind import Epochs, LineRows, ReadIssues, Row
 from ampdoctor.health.reading.printed_line import Printed, printed
 
@@ -82,12 +82,9 @@ class OverflowRows(LineRows):
         self._at: float | None = None
         self._shortest: float | None = None
 
-    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
-        """As in `LineRows`."""
-        for line in lines:
-            found = overflow_in(line)
-            if found is not None:
-                yield from self.put(found)
+    def _rows_of(self, line: bytes) -> Iterator[Row]:
+        found = overflow_in(line)
+        return iter(()) if found is None else self.put(found)
 
     def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""
@@ -261,11 +258,6 @@ class ConsoleRows(LineRows):
 
     def __post_init__(self) -> None:
         self._at = min(self.layout.first, 1) - 1
-
-    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
-        """As in `LineRows`."""
-        for line in lines:
-            yield from self._rows_of(line)
 
     def rest(self, noticed: ReadIssues) -> Iterator[Row]:
         """As in `LineRows`."""

@@ -57,6 +57,7 @@ class Ending:
     _ignored: bool = False
     _chained: bool = False
     _others: int = 0
+    _since: int = 0
 
     def add(self, line: bytes) -> None:
         """Takes a line."""
@@ -94,14 +95,11 @@ class Ending:
         self._raised = b": ".join(part for part in (kind, message.strip()) if part)
         self._chained, self._others = False, 0
 
-    def goes_on(self) -> None:
-        """Forgets the exception: further steps show that it was caught, or that the job was restarted."""
-        self._raised, self._others = b"", 0
-
-    @property
-    def may_have_ended(self) -> bool:
-        """Whether an exception was raised that may have ended the job."""
-        return bool(self._raised)
+    def add_row(self) -> None:
+        """Takes a row: further steps show that an exception was caught, or that the job was restarted."""
+        self._since = self._since + 1 if self._raised else 0
+        if self._since >= _GOES_ON:
+            self._raised, self._others = b"", 0
 
     @property
     def line(self) -> EndLine | None:
@@ -116,14 +114,12 @@ class PrintedRows(LineRows):
     """Makes rows from a job's output with `rows`, and finds how the job ended."""
 
     def __init__(self, rows: LineRows) -> None:
-        self._rows, self._ending, self._since = rows, Ending(), 0
+        self._rows, self._ending = rows, Ending()
 
     def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:
         """As in `LineRows`."""
         for row in self._rows.rows(self._watched(lines), left):
-            self._since = self._since + 1 if self._ending.may_have_ended else 0
-            if self._since >= _GOES_ON:
-                self._ending.goes_on()
+            self._ending.add_row()
             yield row
 
     def rest(self, noticed: ReadIssues) -> Iterator[Row]:
@@ -175,13 +171,10 @@ class _MegatronRows(LineRows):
     def __init__(self) -> None:
         self._before = 0
 
-    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
-        for line in lines:
-            found = _ITERATION.search(line)
-            if found is not None:
-                yield self._row(found)
-
-    def _row(self, found: re.Match[bytes]) -> Row:
+    def _rows_of(self, line: bytes) -> Iterator[Row]:
+        found = _ITERATION.search(line)
+        if found is None:
+            return
         step, values = int(found[1]), {}
         for part in found[2].decode("utf-8", "replace").split("|"):
             key, _, value = part.rpartition(":")
@@ -197,7 +190,7 @@ class _MegatronRows(LineRows):
         if single and nans:
             values["loss"] = float("nan")
         self._before = step
-        return Row(step, values)
+        yield Row(step, values)
 
 
 class _DeepSpeedRows(LineRows):
@@ -210,24 +203,20 @@ class _DeepSpeedRows(LineRows):
         self._step = 0
         self._scale: float | None = None
 
-    def rows(self, lines: Iterator[bytes], left: SkippedLines) -> Iterator[Row]:  # noqa: ARG002 - other lines are not lost
-        for line in lines:
-            overflow = overflow_in(line)
-            if overflow is not None:
-                self._step += 1
-                yield Row(self._step, {"loss_scale": overflow.attempted, "skipped": 1.0})
-                self._scale = overflow.scale
-            elif (found := _STEP.search(line)) is not None:
-                yield self._row(found)
-
-    def _row(self, found: re.Match[bytes]) -> Row:
-        rate = as_number((found[3] or b"").decode("utf-8", "replace"))
-        values = {} if rate is None else {"learning_rate": rate}
-        known = {} if self._scale is None else {"loss_scale": self._scale}
-        if self._step != int(found[1]):  # else this step was the last of the overflows
-            values |= {**known, "skipped": 0.0}
-        self._step = int(found[1])
-        return Row(self._step, values)
+    def _rows_of(self, line: bytes) -> Iterator[Row]:
+        overflow = overflow_in(line)
+        if overflow is not None:
+            self._step += 1
+            yield Row(self._step, {"loss_scale": overflow.attempted, "skipped": 1.0})
+            self._scale = overflow.scale
+        elif (found := _STEP.search(line)) is not None:
+            rate = as_number((found[3] or b"").decode("utf-8", "replace"))
+            values = {} if rate is None else {"learning_rate": rate}
+            if self._step != int(found[1]):  # else this step was the last of the overflows
+                values |= {} if self._scale is None else {"loss_scale": self._scale}
+                values["skipped"] = 0.0
+            self._step = int(found[1])
+            yield Row(self._step, values)
 
 
 class _Text:

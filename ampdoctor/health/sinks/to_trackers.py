@@ -145,7 +145,6 @@ WANDB = SinkType(
     help="A run of Weights & Biases; WANDB_MODE and the like are its own.",
     begin=Wandb,
     module="wandb",
-    often=False,
 )
 TRACKIO = SinkType(
     name="trackio",
@@ -153,7 +152,6 @@ TRACKIO = SinkType(
     help="A run of trackio; TRACKIO_SPACE_ID and the like are its own.",
     begin=Trackio,
     module="trackio",
-    often=False,
 )
 
 
@@ -226,5 +224,4 @@ MLFLOW = SinkType(
     help="A run of MLflow; MLFLOW_TRACKING_URI and the like are its own.",
     begin=Mlflow,
     module="mlflow",
-    often=False,
 )

@@ -17,9 +17,10 @@ import pytest
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import OutputError, UsageError
-from ampdoctor.evidence.log_records import RunLine, StepLine
+from ampdoctor.evidence.log_records import ActionLine, CheckpointLine, RunLine, StepLine
 from ampdoctor.health.reading.event_files import framed_records
 from ampdoctor.health.sinks.export import KINDS, Exporter, export, export_of
+from ampdoctor.health.sinks.metrics import Alert, Projection, Row
 from ampdoctor.health.sinks.sink import RunFacts
 from tests.health.sinks.lines import BEGAN_MS, NAMES, a_run, stamped
 
@@ -375,35 +376,94 @@ class Kept:
         self.told.append("close")
 
 
-def test_a_sink_that_asks_a_server_gets_a_row_a_second_with_the_worst_of_it(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr("ampdoctor.health.sinks.export.monotonic", lambda: now)
+def test_each_row_and_alert_is_given_in_the_order_of_the_log_and_the_sink_is_closed():
     sink = Kept()
-    exporter = Exporter(lambda _: sink, often=False)
-    for step in range(100):
-        exporter.add(stamped(StepLine(step=step, loss=100.0 if step == 42 else 1.0)))
-        now += 0.125
-    exporter.add(stamped(StepLine(step=100, loss=2.0)))
-    rows = [told for told in sink.told if isinstance(told, tuple)]
-    assert [step for step, _ in rows] == [*range(0, 97, 8)]
-    assert [values["loss"] for _, values in rows] == [1.0] * 6 + [100.0] + [1.0] * 6
-    exporter.idle()
-    assert sink.told[-1] == "flush"
-    assert [told for told in sink.told if isinstance(told, tuple)] == rows
-    now += 1
-    exporter.idle()  # nothing came any more: what waits is the last word before a hang
-    assert [told for told in sink.told if isinstance(told, tuple)][-1][0] == 100
-    exporter.close()
-    assert sink.told[-1] == "close"
-
-
-def test_an_alert_waits_for_nothing_and_comes_after_what_it_is_about():
-    sink = Kept()
-    exporter = Exporter(lambda _: sink, often=False)
+    exporter = Exporter(lambda _: sink)
     for whole in a_run():
         exporter.add(whole)
     exporter.close()
     order = [told for told in sink.told if isinstance(told, tuple)]
-    assert [step for step, _ in order] == [0, 9, 7, 7, 9]
-    assert [told for _, told in order][2:4] == ["AMP721", "AMP201"]
-    assert math.isnan(order[1][1]["loss"])
+    assert [step for step, _ in order] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 7, 7, 7, 6, 9]
+    assert [told for _, told in order if isinstance(told, str)] == ["AMP721", "AMP201"]
+    assert math.isnan(next(told["loss"] for step, told in order if step == 7))
+    assert sink.told[-1] == "close"
+
+
+# -- what the lines of a log say to sinks --
+
+
+def said(lines):
+    projection = Projection()
+    out = [one for whole in lines for one in projection.of(whole)]
+    return [*out, *projection.rest()]
+
+
+def rows(lines):
+    return [one for one in said(lines) if isinstance(one, Row)]
+
+
+def values(line, *before):
+    return rows([*map(stamped, before), stamped(line)])[-1].values
+
+
+def test_a_step_says_what_is_known_of_it_and_no_more():
+    assert values(StepLine(step=0)) == {"step_total": 1}
+    known = rows(a_run())[3]
+    assert (known.step, known.time_ms) == (3, 1_790_000_001_500)
+    assert known.values == {
+        "step_total": 4,
+        "skipped_steps_total/overflow": 0,
+        "loss": 3.25,
+        "loss_finite": 1,
+        "gradient_norm": 2.0,
+        "clipped_gradient_norm": 0.5,
+        "loss_scale": 65536,
+        "learning_rate": 1e-3,
+        "step_duration_seconds": 0.5,
+        "data_wait_ratio": 0.25,
+        "memory_active_peak_bytes": 3 * 2**30,
+        "memory_retries_total": 0,
+        "tokens_total": 4 * 4096,
+        "tokens_per_second": 8192,
+    }
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"max_norm": 1.0}, {"gradient_norm": 8.0, "clipped_gradient_norm": 1.0}),
+        ({"max_norm": 9.0}, {"gradient_norm": 8.0, "clipped_gradient_norm": 8.0}),
+        ({}, {"gradient_norm": 8.0}),
+        ({"norm_clipped": True}, {"clipped_gradient_norm": 8.0}),
+        ({"norm_scaled": True, "loss_scale": 4.0}, {"gradient_norm": 2.0}),
+        ({"norm_scaled": True}, {}),
+    ],
+)
+def test_the_norm_is_unscaled_and_said_to_be_what_it_is(told, expected):
+    found = values(StepLine(step=1, gradient_norm=8.0, **told))
+    assert {name: value for name, value in found.items() if "norm" in name} == expected
+
+
+def test_a_look_is_one_row_however_many_lines_it_takes():
+    looks = [row for row in rows(a_run()) if "underflow_max_ratio" in row.values]
+    assert [row.step for row in looks] == [5]
+    found = looks[0].values
+    assert found["underflow_max_ratio"] == 99 / 200
+    assert found["gradient_headroom_log2"] == 20.0 - 9.9
+    assert found["nonfinite_tensors"] == 1
+    layers = {name: value for name, value in found.items() if name.startswith("underflow_ratio/")}
+    assert layers == {f"underflow_ratio/layers.{i}.weight": i / 200 for i in range(92, 100)}
+    assert found["zero_max_ratio"] == 0
+    assert not [name for name in found if name.startswith("zero_ratio/")]  # a series for what is zero is none
+
+
+def test_alerts_and_what_was_done():
+    alerts = [one for one in said(a_run()) if isinstance(one, Alert)]
+    assert [(one.step, one.finding.code) for one in alerts] == [(7, "AMP721"), (7, "AMP201")]
+    assert values(ActionLine(step=3, action="rollback")) == {"rollbacks_total": 1}
+    assert values(ActionLine(step=3, action="skip")) == {"skipped_steps_total/policy": 1}
+    assert rows([stamped(ActionLine(step=3, action="look"))]) == []
+    assert values(CheckpointLine(step=3, path="x", health="good")) == {
+        "last_good_checkpoint_timestamp_seconds": 1_790_000_000
+    }
+    assert rows([stamped(CheckpointLine(step=3, path="x", health="sick"))]) == []
