@@ -214,5 +214,5 @@ def export_while_it_runs(log: RunLog, exports: Iterable[Export | Sink]) -> None:
             far = Apart(one)
             log.listen(far.add, name=f"the export {one}", end=far.close, dropped=far.abandon)
         else:
-            near = Exporter(lambda _, sink=one: sink)  # type: ignore[misc]
+            near = Exporter(lambda _, sink=one: sink, often=True)  # type: ignore[misc]
             log.listen(near.add, name=f"the export {type(one).__name__}", idle=near.idle, end=near.close)

@@ -21,7 +21,7 @@ from ampdoctor.errors import AmpdoctorError, OutputError, UsageError
 from ampdoctor.evidence.log_records import DetailLine, LogRecord
 from ampdoctor.evidence.log_text import line_of, text_of
 from ampdoctor.health.sinks import to_csv, to_openmetrics, to_trackers
-from ampdoctor.health.sinks.metrics import Alert, Projection, Row
+from ampdoctor.health.sinks.metrics import Alert, Projection, Row, together
 from ampdoctor.health.sinks.sink import RunFacts, Sink, SinkType
 from ampdoctor.package import beside
 
@@ -82,44 +82,68 @@ def export_of(text: str) -> Export:
     return asked
 
 
-EVERY_S = 1.0  # seconds between two flushes while lines come
+EVERY_S = 1.0  # seconds between two flushes while lines come, and between two rows for a sink that sends to a server
 
 
 class Exporter:
-    """Gives lines to a sink, which `begin` makes when there is something to give."""
+    """Gives lines to a sink, which `begin` makes when there is something to give.
 
-    def __init__(self, begin: Callable[[RunFacts], Sink]) -> None:
-        self._begin = begin
+    `often` gives it each row; otherwise it gets one a second, with the worst or a non-finite value since the last.
+    """
+
+    def __init__(self, begin: Callable[[RunFacts], Sink], *, often: bool) -> None:
+        self._begin, self._often = begin, often
         self._sink: Sink | None = None
         self._projection = Projection()
-        self._flushed = float("-inf")
+        self._waiting: Row | None = None
+        self._given = self._flushed = float("-inf")
         self._fresh = False
 
     def add(self, whole: LogRecord) -> None:
         """Takes a line."""
-        self._give(self._projection.of(whole))
+        for said in self._projection.of(whole):
+            self._take(said)
 
     def idle(self) -> None:
         """Called while no line waits: gives and flushes what is due."""
-        if self._fresh and monotonic() - self._flushed >= EVERY_S:
-            self._give(self._projection.rest())
+        now = monotonic()
+        if self._waiting is not None and now - self._given >= EVERY_S:
+            self._give()
+        if self._fresh and now - self._flushed >= EVERY_S:
+            for row in self._projection.rest():
+                self._take(row)
             self._flush()
 
     def close(self) -> None:
         """Gives the waiting row, and closes the sink."""
-        self._give(self._projection.rest())
+        for row in self._projection.rest():
+            self._take(row)
+        self._give()
         if self._sink is not None:
             self._sink.close()
 
-    def _give(self, rows: Iterable[Row | Alert]) -> None:
-        for row in rows:
-            if isinstance(row, Alert):
-                self._there().alert(row.finding, row.step, time_ms=row.time_ms)
-            else:
-                self._there().log(row.values, row.step, time_ms=row.time_ms)
-            self._fresh = True
-            if monotonic() - self._flushed >= EVERY_S:
-                self._flush()
+    def _take(self, said: Row | Alert) -> None:
+        now = monotonic()
+        if isinstance(said, Alert):
+            self._give()
+            self._there().alert(said.finding, said.step, time_ms=said.time_ms)
+        elif self._often:
+            self._there().log(said.values, said.step, time_ms=said.time_ms)
+        else:
+            held = {} if self._waiting is None else self._waiting.values
+            together(held, said.values)
+            self._waiting = Row(step=said.step, time_ms=said.time_ms, values=held)
+            if now - self._given >= EVERY_S:
+                self._give()
+        self._fresh = True
+        if now - self._flushed >= EVERY_S:
+            self._flush()
+
+    def _give(self) -> None:
+        row, self._waiting = self._waiting, None
+        if row is not None:
+            self._there().log(row.values, row.step, time_ms=row.time_ms)
+            self._given = monotonic()
 
     def _flush(self) -> None:
         self._there().flush()
@@ -133,7 +157,7 @@ class Exporter:
 
 def export(lines: Iterable[LogRecord], exports: Sequence[Export]) -> None:
     """Gives one run's log to sinks, and closes each; if one fails (OutputError), the others are still complete."""
-    open_ones = [(one, Exporter(one.begin)) for one in exports]
+    open_ones = [(one, Exporter(one.begin, often=True)) for one in exports]
     failed: list[str] = []
 
     def do(work: Callable[[Exporter], None]) -> None:
@@ -264,7 +288,7 @@ def main() -> None:
 
 
 def _serve(what: Export, lines: Queue[bytes], parent: int) -> None:
-    exporter = Exporter(what.begin)
+    exporter = Exporter(what.begin, often=what.kind.often)
     while True:
         try:
             text = lines.get(timeout=_NAP_S)

@@ -28,6 +28,7 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.sink import RunFacts
 
 Type = Literal["gauge", "counter", "histogram"]
+Keep = Literal["last", "highest", "lowest"]
 PREFIX = "ampdoctor"  # prefix of our names where they stand among others
 
 
@@ -40,6 +41,7 @@ class Metric:
     _: KW_ONLY
     type: Type = "gauge"  # as in OpenMetrics; a histogram is made of the single values that a sink gets
     label: str = ""  # what it is split by: "layer" or "reason"; "" for one number a run
+    keep: Keep = "last"  # which of several steps' values is shown; a non-finite one takes precedence
     of: Literal["step", "detail", "other"] = "step"  # the kind of line that it comes from
 
     @property
@@ -52,8 +54,8 @@ class Metric:
 def _ratios(what: str, help_: str) -> tuple[Metric, Metric]:
     single = "The same of single tensors, of those where it is largest."
     return (
-        Metric(f"{what}_max_ratio", f"{help_}, of the tensor where it is largest.", of="detail"),
-        Metric(f"{what}_ratio", single, label="layer", of="detail"),
+        Metric(f"{what}_max_ratio", f"{help_}, of the tensor where it is largest.", keep="highest", of="detail"),
+        Metric(f"{what}_ratio", single, label="layer", keep="highest", of="detail"),
     )
 
 
@@ -67,15 +69,19 @@ METRICS: Mapping[str, Metric] = {
             type="counter",
             label="reason",
         ),
-        Metric("loss", "Loss as the loop computed it."),
-        Metric("loss_finite", "1 where the loss is finite, else 0."),
-        Metric("gradient_norm", "L2 norm of all gradients, unscaled and before clipping."),
-        Metric("clipped_gradient_norm", "L2 norm of all gradients, after clipping."),
-        Metric("loss_scale", "Factor that the loss is multiplied by."),
+        Metric("loss", "Loss as the loop computed it.", keep="highest"),
+        Metric("loss_finite", "1 where the loss is finite, else 0.", keep="lowest"),
+        Metric("gradient_norm", "L2 norm of all gradients, unscaled and before clipping.", keep="highest"),
+        Metric("clipped_gradient_norm", "L2 norm of all gradients, after clipping.", keep="highest"),
+        Metric("loss_scale", "Factor that the loss is multiplied by.", keep="lowest"),
         Metric("learning_rate", "Learning rate of the first parameter group."),
-        Metric("step_duration_seconds", "Time from the step before to this one.", type="histogram"),
-        Metric("data_wait_ratio", "Share of a step's time that the loop waits for its data."),
-        Metric("memory_active_peak_bytes", "Most memory that tensors held on the device since the step before."),
+        Metric("step_duration_seconds", "Time from the step before to this one.", type="histogram", keep="highest"),
+        Metric("data_wait_ratio", "Share of a step's time that the loop waits for its data.", keep="highest"),
+        Metric(
+            "memory_active_peak_bytes",
+            "Most memory that tensors held on the device since the step before.",
+            keep="highest",
+        ),
         Metric("memory_retries_total", "How often the allocator freed its cache and tried again.", type="counter"),
         Metric("samples_total", "Samples of all ranks.", type="counter"),
         Metric("tokens_total", "Tokens of all ranks.", type="counter"),
@@ -84,12 +90,13 @@ METRICS: Mapping[str, Metric] = {
         Metric(
             "gradient_headroom_log2",
             "Powers of two from the largest gradient of any tensor to its format's maximum, at the loss scale.",
+            keep="lowest",
             of="detail",
         ),
         *_ratios("underflow", "Share of a gradient that half precision flushes to zero"),
         *_ratios("zero", "Share of a gradient that is zero"),
         *_ratios("update", "Norm of a tensor's update over that of the tensor"),
-        Metric("nonfinite_tensors", "Tensors with NaN or infinite elements.", of="detail"),
+        Metric("nonfinite_tensors", "Tensors with NaN or infinite elements.", keep="highest", of="detail"),
         Metric("running", "1 from the run's first step until it ends in order, then 0.", of="other"),
         Metric("rollbacks_total", "Rollbacks to an earlier checkpoint.", type="counter", of="other"),
         Metric(
@@ -122,6 +129,17 @@ def parts_of(name: str) -> Name:
         return Name(METRICS[first], rest, "")
     metric, _, label = rest.partition("/")
     return Name(METRICS[metric], label, first)
+
+
+def together(held: dict[str, float], more: Mapping[str, float]) -> None:
+    """Merges a later step's numbers into those that stand for several steps."""
+    for name, value in more.items():
+        before = held.get(name)
+        keep = parts_of(name).metric.keep
+        if before is None or not math.isfinite(value) or (keep == "last" and math.isfinite(before)):
+            held[name] = value
+        elif math.isfinite(before):
+            held[name] = max(before, value) if keep == "highest" else min(before, value)
 
 
 # -- lines of a log as numbers and alerts --

@@ -58,6 +58,7 @@ class SinkType:
     begin: Callable[[str, RunFacts], Sink]  # it alone imports the library
     module: str | None = None  # the library that it needs
     is_path: bool = False  # the target is a path, relative to where the command was typed
+    often: bool = True  # takes each step; False: one a second, which stands for those since the last
     writes: Callable[[str, str], tuple[str, ...]] = lambda _target, _run: ()  # files of a path, for a run's name
 
 

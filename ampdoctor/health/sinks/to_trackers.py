@@ -145,6 +145,7 @@ WANDB = SinkType(
     help="A run of Weights & Biases; WANDB_MODE and the like are its own.",
     begin=Wandb,
     module="wandb",
+    often=False,
 )
 TRACKIO = SinkType(
     name="trackio",
@@ -152,6 +153,7 @@ TRACKIO = SinkType(
     help="A run of trackio; TRACKIO_SPACE_ID and the like are its own.",
     begin=Trackio,
     module="trackio",
+    often=False,
 )
 
 
@@ -224,4 +226,5 @@ MLFLOW = SinkType(
     help="A run of MLflow; MLFLOW_TRACKING_URI and the like are its own.",
     begin=Mlflow,
     module="mlflow",
+    often=False,
 )
