@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mode
 
-from ampdoctor.batching.effects import changes, has_scale
+from ampdoctor.batching.effects import changes, flushed_plan, has_scale
 from ampdoctor.batching.emitting import emit_plan
-from ampdoctor.batching.flushed import flushed_plan
 from ampdoctor.batching.plans import (
     BatchPlan,
     BatchSettings,

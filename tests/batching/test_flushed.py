@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ampdoctor.batching.flushed import flushed_plan
+from ampdoctor.batching.effects import flushed_plan
 from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.errors import UsageError
 from tests.ranges.known import collected, place, values
