@@ -96,11 +96,11 @@ def divisors(ranks: int, division: GradReduceScaling) -> tuple[int, float]:
     return before, ranks / before
 
 
-def smaller(binades: float) -> str:
+def smaller(log2: float) -> str:
     """Formats a shift."""
-    if binades == 0:
+    if log2 == 0:
         return "as before"
-    return f"{2.0 ** abs(binades):.3g} times {'smaller' if binades > 0 else 'larger'}"
+    return f"{2.0 ** abs(log2):.3g} times {'smaller' if log2 > 0 else 'larger'}"
 
 
 # -- from a measured profile: which share of each gradient fp16 flushes to zero, before and after --

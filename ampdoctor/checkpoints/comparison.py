@@ -14,8 +14,7 @@ from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.optimizer_state import StoredState, reach, states_of
 from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.series import moment_of
-from ampdoctor.checkpoints.stored_tensor import dtype_name
-from ampdoctor.checkpoints.tensor_differences import difference
+from ampdoctor.checkpoints.stored_tensor import StoredTensor, dtype_name, side_by_side, widened
 from ampdoctor.checkpoints.tensor_statistics import Observer
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, CheckpointSummary, TensorChange, TensorRole
@@ -223,3 +222,48 @@ def _with_moments(change: TensorChange, ref: TensorRef, known: _Moments, steps: 
         return change
     learning_rate, low = rate
     return replace(change, reach=reach(ref.stored, state, learning_rate, steps if low else max(steps, HORIZON)))
+
+
+# -- two stored tensors of one shape --
+
+
+@dataclass(slots=True)
+class Difference:
+    """The comparison of a newer and an older tensor's elements."""
+
+    elements: int = 0  # pairs
+    unchanged: int = 0  # pairs of equal values; NaN equals NaN
+    squared_change: float = 0.0  # sum of (new - old)^2 over pairs of finite values
+    squared_old: float = 0.0  # sum of old^2 over the same pairs
+    amax: float = 0.0  # largest finite magnitude
+    old_amax: float = 0.0
+    nonfinite: int = 0  # NaNs and infinities
+    old_nonfinite: int = 0
+
+
+def difference(new: StoredTensor, old: StoredTensor) -> Difference:
+    """Compare two tensors of one shape, widened exactly; raises LimitExceededError as `side_by_side`."""
+    found = Difference()
+    for newer, older in side_by_side(new, old):
+        _add(found, newer, older)
+    return found
+
+
+def _add(found: Difference, new: torch.Tensor, old: torch.Tensor) -> None:
+    newer, older = widened(new).to(torch.float64), widened(old).to(torch.float64)
+    finite, was_finite = newer.isfinite(), older.isfinite()
+    both = finite & was_finite
+    unchanged = (newer == older) | (newer.isnan() & older.isnan())
+    moved, before = (newer - older)[both], older[both]
+    found.elements += newer.numel()
+    found.unchanged += int(torch.count_nonzero(unchanged))
+    found.squared_change += float(torch.dot(moved, moved))
+    found.squared_old += float(torch.dot(before, before))
+    found.amax = max(found.amax, _amax(newer[finite]))
+    found.old_amax = max(found.old_amax, _amax(older[was_finite]))
+    found.nonfinite += newer.numel() - int(torch.count_nonzero(finite))
+    found.old_nonfinite += older.numel() - int(torch.count_nonzero(was_finite))
+
+
+def _amax(values: torch.Tensor) -> float:
+    return float(values.abs().amax()) if values.numel() else 0.0

@@ -14,8 +14,7 @@ import torch
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.file_contents import tensors_in
 from ampdoctor.checkpoints.scalers import number
-from ampdoctor.checkpoints.stored_tensor import StoredTensor, dtype_name
-from ampdoctor.checkpoints.tensor_differences import side_by_side, widened
+from ampdoctor.checkpoints.stored_tensor import StoredTensor, dtype_name, side_by_side, widened
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import (
     OptimizerGroup,

@@ -333,3 +333,55 @@ def unread_dtype(dtype: str, what: str = "", where: str = "") -> Skipped:
     name = dtype.removeprefix("torch.")[:40]
     reason = f"dtype {name!r}{where} is not one that is read"
     return Skipped(what=what, reason=reason, kind="left_out" if _FINITE_DTYPE.match(name) else "unread")
+
+
+# -- several tensors of one shape, element by element, in bounded memory --
+
+MAX_LOADED_BYTES = 256 * 1024 * 1024
+"""Tensors with different orders of elements (pieces beside a whole) are loaded to be compared up to this size."""
+
+
+PAIRED_ELEMENTS = 1 << 17
+"""Elements of each tensor that are compared at a time: with intermediate results they still fit the cache."""
+
+
+def side_by_side(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields the same elements of several tensors, 1-D; raises LimitExceededError if they are too large to reorder."""
+    first, *others = tensors
+    if all(_aligned(first, other) for other in others):
+        yield from zip(*(tensor.chunks(PAIRED_ELEMENTS) for tensor in tensors), strict=True)
+        return
+    for tensor in tensors:
+        if tensor.numel * tensor.dtype.itemsize > MAX_LOADED_BYTES:
+            size = tensor.numel * tensor.dtype.itemsize
+            raise LimitExceededError("bytes of tensors whose elements lie in different orders", MAX_LOADED_BYTES, size)
+    yield tuple(tensor.load().flatten() for tensor in tensors)
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Returns a 1-D tensor in a dtype that supports arithmetic and holds the values exactly: float32 or float64."""
+    if values.dtype.is_complex:
+        values = torch.view_as_real(values).flatten()
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
+def _aligned(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether both are streamed in the same order of elements."""
+    if isinstance(one, LiveTensor) and isinstance(other, LiveTensor):
+        return True
+    if isinstance(one, StridedTensor) and isinstance(other, StridedTensor):
+        return _order(one) == _order(other) is not None
+    if isinstance(one, JoinedTensor) and isinstance(other, JoinedTensor) and len(one.shards) == len(other.shards):
+        return all(
+            a.at == b.at and a.stored.shape == b.stored.shape and _aligned(a.stored, b.stored)
+            for a, b in zip(one.shards, other.shards, strict=True)
+        )
+    return False
+
+
+def _order(tensor: StridedTensor) -> tuple[tuple[int, int], ...] | None:
+    """Returns the sizes and strides that matter; None for a view with holes, which is not streamed in pieces."""
+    distinct = math.prod(size for size, step in zip(tensor.shape, tensor.stride, strict=True) if step)
+    if tensor.numel and distinct * tensor.dtype.itemsize < tensor.nbytes:
+        return None
+    return tuple((size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size != 1)

@@ -37,7 +37,6 @@ def test_the_trainers_folders_are_in_order_and_the_final_model_is_the_last(tmp_p
     (tmp_path / "training_args.bin").write_bytes(b"never opened")
     assert listed(tmp_path) == ["checkpoint-500", "checkpoint-1000", "checkpoint-1500", "(final model)"]
     family = members(tmp_path)
-    assert family is not None
     with family[-1].open() as checkpoint:
         assert [file.path for file in checkpoint.files] == ["model.safetensors"]
 
@@ -55,7 +54,6 @@ def test_lightning_orders_by_step_with_versions_and_last(tmp_path):
     assert listed(folder) == expected
     assert listed(tmp_path) == [f"checkpoints/{name}" for name in expected]
     family = members(tmp_path)
-    assert family is not None
     assert [(member.step, member.inside) for member in family][-1] == (210, "checkpoints")
 
 
@@ -83,7 +81,6 @@ def test_what_cannot_be_placed_is_named_and_comes_last(tmp_path):
     save(tmp_path / "best.pth")
     save(tmp_path / "last.pth")
     family = members(tmp_path)
-    assert family is not None
     assert [(member.name, member.placed) for member in family] == [
         ("epoch_1.pth", True),
         ("epoch_2.pth", True),
@@ -97,7 +94,6 @@ def test_numbers_without_a_word_are_steps_where_they_are_evenly_far_apart(tmp_pa
         save(tmp_path / f"net_{number:05}.pth")
         torch.save({"state": {}, "param_groups": []}, tmp_path / f"opt_{number:05}.pth")
     family = members(tmp_path)
-    assert family is not None
     assert [(m.step, len(m.files)) for m in family] == [(500, 2), (1000, 2), (2000, 2)]
 
 

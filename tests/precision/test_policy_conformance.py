@@ -14,7 +14,7 @@ from fixtures import op_samples as samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")  # torch, of chain_matmul and others
 
-HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+HALF, BF16, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def maker(dtype):
@@ -43,33 +43,34 @@ def test_every_op_of_the_policy_has_a_sample():
     assert not set(samples.UNLISTED) & kernels.ALL
 
 
-@pytest.mark.parametrize("name", cast_here(samples.LOWER))
-def test_lower_precision(name):
-    build = samples.LOWER[name]
-    assert run(name, build, SINGLE, SINGLE) is HALF
-    assert run(name, build, SINGLE, HALF) is HALF
-    lower = HALF if name in kernels.RECURRENT else torch.bfloat16  # cuDNN's networks are cast to fp16 in any case
-    assert run(name, build, SINGLE, SINGLE, lower=torch.bfloat16) is lower
-    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
+def rows():
+    """For each op its sample, and with which inputs and arguments it gives which dtype."""
+    kept = [(DOUBLE, DOUBLE, {}, DOUBLE)]
+    upcast = [(HALF, HALF, {}, SINGLE), *kept]
+    explicit = [(SINGLE, SINGLE, {}, SINGLE), (HALF, HALF, {"dtype": DOUBLE}, DOUBLE), *upcast]
+    mixed = [(HALF, HALF, {}, HALF), (HALF, SINGLE, {}, SINGLE), (SINGLE, HALF, {}, SINGLE), *kept]
+    for name in cast_here(samples.LOWER):
+        lower = HALF if name in kernels.RECURRENT else BF16  # cuDNN's networks are cast to fp16 in any case
+        own = [(SINGLE, SINGLE, {}, HALF), (SINGLE, HALF, {}, HALF), (SINGLE, SINGLE, {"lower": BF16}, lower), *kept]
+        yield name, samples.LOWER[name], own
+    yield from ((name, samples.FP32[name], [(HALF, SINGLE, {}, SINGLE), *upcast]) for name in cast_here(samples.FP32))
+    for name in cast_here(samples.OPTIONAL_DTYPE):  # a norm refuses a dtype narrower than its input
+        narrower = [] if "norm" in name else [(SINGLE, SINGLE, {"dtype": HALF}, HALF)]
+        yield name, samples.OPTIONAL_DTYPE[name], explicit + narrower
+    yield from ((name, samples.APPENDED_DTYPE[name], upcast) for name in cast_here(samples.APPENDED_DTYPE))
+    yield from ((name, samples.PROMOTE[name], mixed) for name in cast_here(samples.PROMOTE))
 
 
-@pytest.mark.parametrize("name", cast_here(samples.FP32))
-def test_fp32(name):
-    build = samples.FP32[name]
-    assert run(name, build, HALF, HALF) is SINGLE
-    assert run(name, build, HALF, SINGLE) is SINGLE
-    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
+@pytest.mark.parametrize(("name", "build", "expected"), [pytest.param(*row, id=row[0]) for row in rows()])
+def test_each_op_computes_in_the_dtype_of_its_list(name, build, expected):
+    for first, second, options, dtype in expected:
+        assert run(name, build, first, second, **options) is dtype, (first, second, options)
 
 
-@pytest.mark.parametrize("name", cast_here(samples.OPTIONAL_DTYPE))
-def test_an_explicit_dtype_wins(name):
-    build = samples.OPTIONAL_DTYPE[name]
-    assert run(name, build, HALF, HALF) is SINGLE
-    assert run(name, build, SINGLE, SINGLE) is SINGLE
-    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
-    assert run(name, build, HALF, HALF, dtype=DOUBLE) is DOUBLE
-    if "norm" not in name:  # a norm refuses a dtype narrower than its input
-        assert run(name, build, SINGLE, SINGLE, dtype=HALF) is HALF
+@pytest.mark.parametrize("name", cast_here(samples.PROMOTE))
+def test_promotion_refuses_two_half_formats(name):
+    with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+        run(name, samples.PROMOTE[name], HALF, BF16)
 
 
 def test_an_explicit_dtype_given_by_position_wins():
@@ -77,24 +78,6 @@ def test_an_explicit_dtype_given_by_position_wins():
         assert torch.ops.aten.softmax.int(torch.ones(2), 0, HALF).dtype is HALF
         assert torch.ops.aten.softmax.int(torch.ones(2, dtype=HALF), 0, None).dtype is SINGLE
         assert torch.arange(3).sum().dtype is torch.int64
-
-
-@pytest.mark.parametrize("name", cast_here(samples.APPENDED_DTYPE))
-def test_an_appended_dtype(name):
-    build = samples.APPENDED_DTYPE[name]
-    assert run(name, build, HALF, HALF) is SINGLE
-    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
-
-
-@pytest.mark.parametrize("name", cast_here(samples.PROMOTE))
-def test_promotion(name):
-    build = samples.PROMOTE[name]
-    assert run(name, build, HALF, HALF) is HALF
-    assert run(name, build, HALF, SINGLE) is SINGLE
-    assert run(name, build, SINGLE, HALF) is SINGLE
-    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
-    with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
-        run(name, build, HALF, torch.bfloat16)
 
 
 def test_binary_cross_entropy_is_banned():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ampdoctor.precision.tf32 import round_to_tf32, tf32
+from ampdoctor.precision.spec import round_to_tf32, tf32
 
 
 def exact(value):

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from ampdoctor.precision import kernels
 from ampdoctor.precision.cuda_autocast import COMPOSITES, LEAVES, autocast_policy
-from ampdoctor.precision.spec import torch_shims
-from ampdoctor.precision.tf32 import OPERANDS, tf32
+from ampdoctor.precision.spec import OPERANDS, tf32, torch_shims
 
 HALF = torch.float16
 IMAGE = (1, 2, 6, 6)

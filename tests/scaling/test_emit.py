@@ -78,12 +78,20 @@ def test_a_half_loss_is_remarked_on_where_it_overflows():
 # -- bf16 and fp32 -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
-def test_the_step_without_a_scaler_computes_in_the_format(precision, dtype):
+@pytest.mark.parametrize(
+    ("precision", "in_fp32", "dtypes"),
+    [
+        ("bf16", [], [torch.bfloat16, torch.bfloat16]),
+        ("fp32", [], [torch.float32, torch.float32]),
+        ("bf16", ["head"], [torch.bfloat16, torch.float32]),
+    ],
+)
+def test_the_step_without_a_scaler_computes_in_the_format_and_named_modules_in_fp32(precision, in_fp32, dtypes):
     model, seen = Net(), []
-    model.head.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    for module in (model.body, model.head):
+        module.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
     before = model.head.weight.detach().clone()
-    emitted = emit(OURS, "torch", precision=precision, device="cpu")
+    emitted = emit(OURS, "torch", fp32_modules=in_fp32, precision=precision, device="cpu")
     run(
         emitted,
         model=model,
@@ -91,26 +99,9 @@ def test_the_step_without_a_scaler_computes_in_the_format(precision, dtype):
         loss_fn=lambda model, batch: model(batch).float().sum(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    assert seen == [dtype]
+    assert seen == dtypes
     assert not torch.equal(before, model.head.weight)
     assert "Scaler(" not in emitted.text
-
-
-# -- modules in fp32 ---------------------------------------------------------------------------------------------
-
-
-def test_the_modules_that_are_named_compute_in_fp32():
-    model, seen = Net(), []
-    model.body.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    model.head.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    run(
-        emit(OURS, "torch", fp32_modules=["head"], precision="bf16", device="cpu"),
-        model=model,
-        batch=torch.ones(2, 4),
-        loss_fn=lambda model, batch: model(batch).float().sum(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    assert seen == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("framework", ["torch", "megatron"])

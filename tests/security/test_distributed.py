@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints.dcp_metadata import MAX_METADATA_BYTES
+from ampdoctor.checkpoints.dcp import MAX_METADATA_BYTES
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.errors import CheckpointError, LimitExceededError
 

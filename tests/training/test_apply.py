@@ -17,6 +17,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.reports.json_report import render_json, report_as_dict
+from tests.precision.test_islands import Block
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
 LOUD = {"kind": "fp32_modules", "value": ["blocks.1.down"]}
@@ -24,17 +25,6 @@ compiling = [  # what torch's compiler says of itself
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-
-
-class Block(nn.Module):
-    def __init__(self, gain):
-        super().__init__()
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-        nn.init.constant_(self.down.weight, gain)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)) + 1.0)
 
 
 class Net(nn.Module):
@@ -443,23 +433,23 @@ def test_what_cannot_be_applied_is_refused_in_a_sentence(prescription, sentence)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_parts_of_the_wrong_kind():
-    for model, options, sentence in (
-        (Net(), {"optimizer": [3]}, "optimizers, not int"),
-        (Net(), {"scaler": {}}, "GradScaler, not dict"),
-        ([], {}, r"torch\.nn\.Module, not list"),
-    ):
-        with pytest.raises(UsageError, match=sentence):
-            ampdoctor.apply(model, LOUD, **options)
+SGD = torch.optim.SGD(Net().parameters())
 
 
-def test_settings_that_are_not_there():
-    sgd = torch.optim.SGD(Net().parameters())
-    with pytest.raises(UsageError, match="SGD has no setting 'eps'"):
-        ampdoctor.apply(Net(), {"kind": "optimizer", "value": {"lr": 1.0, "eps": 1e-3}}, optimizer=sgd)
-    assert sgd.param_groups[0]["lr"] == 1e-3
-    with pytest.raises(UsageError, match="the scaler is disabled"):
-        ampdoctor.apply(Net(), {"kind": "init_scale", "value": 2.0}, scaler=torch.amp.GradScaler("cpu", enabled=False))
+@pytest.mark.parametrize(
+    ("model", "prescription", "options", "sentence"),
+    [
+        (Net(), LOUD, {"optimizer": [3]}, "optimizers, not int"),
+        (Net(), LOUD, {"scaler": {}}, "GradScaler, not dict"),
+        ([], LOUD, {}, r"torch\.nn\.Module, not list"),
+        (Net(), cure({"lr": 1.0, "eps": 1e-3}, "optimizer"), {"optimizer": SGD}, "SGD has no setting 'eps'"),
+        (Net(), cure(2.0, "init_scale"), {"scaler": torch.amp.GradScaler("cpu", enabled=False)}, "is disabled"),
+    ],
+)
+def test_parts_that_cannot_be_changed_are_refused(model, prescription, options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        ampdoctor.apply(model, prescription, **options)
+    assert SGD.param_groups[0]["lr"] == 1e-3
 
 
 def test_unverified_takes_what_no_replay_has_disproved():
@@ -499,9 +489,8 @@ def test_a_file_that_is_no_report(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_module_is_refused():
-    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(UsageError, match="0 is a scripted module"):
-        ampdoctor.apply(model, {"kind": "fp32_modules", "value": ["0"]})
+        ampdoctor.apply(nn.Sequential(torch.jit.script(nn.Linear(4, 4))), cure(("0",)))
 
 
 @pytest.mark.parametrize(

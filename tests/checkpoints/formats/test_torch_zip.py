@@ -9,7 +9,7 @@ import torch
 
 from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.resume_state import load_state
-from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.errors import CheckpointError
 
 
 @pytest.fixture
@@ -35,7 +35,6 @@ def test_tied_weights_stay_one_tensor(tmp_path):
     shared = torch.randn(3, 2)
     torch.save({"embed.weight": shared, "head.weight": shared}, tmp_path / "c.pt")
     model = load_state(tmp_path / "c.pt").model
-    assert model is not None
     assert model["embed.weight"] is model["head.weight"]
 
 
@@ -47,7 +46,6 @@ def test_records_in_another_order_keep_their_tensors(tmp_path):
         for name in sorted(old.namelist(), reverse=True):
             new.writestr(name, old.read(name))
     loaded = load_state(tmp_path / "z.pt").model
-    assert loaded is not None
     assert {name: float(tensor[0]) for name, tensor in loaded.items()} == {n: float(t[0]) for n, t in state.items()}
 
 
@@ -66,25 +64,7 @@ def test_a_file_saved_without_checksums_is_read(tmp_path):
     finally:
         torch.serialization.set_crc32_options(compute_crc32=before)
     model = load_state(tmp_path / "c.pt").model
-    assert model is not None
     assert model["w"].tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("members", "error", "says"),
-    [
-        (dict.fromkeys(("m/data.pkl", "m/code/__torch__.py", "m/constants.pkl"), b"x"), CheckpointError, "TorchScript"),
-        ({"a.npy": b"x"}, CheckpointError, r"not written by torch\.save"),
-        ({"c/data.pkl": b"\x80\x02" + bytes(64 * 1024 * 1024)}, LimitExceededError, r"data\.pkl"),
-    ],
-    ids=["a program", "another zip", "a huge pickle"],
-)
-def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path, members, error, says):
-    with zipfile.ZipFile(tmp_path / "c.pt", "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    with pytest.raises(error, match=says):
-        open_checkpoint(tmp_path / "c.pt")
 
 
 def zipped(*names):
@@ -118,6 +98,7 @@ LEGACY = b"\x80\x02" + bytes.fromhex("8a0a6cfc9c46f9206aa85019") + b"."
         (b'{"a": 1}', "not the index"),
         (b'{"a": 1', "not valid JSON"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # a zip has the time of its making in it
 )
 def test_each_other_content_has_its_own_sentence(tmp_path, content, says):
     (tmp_path / "model.safetensors").write_bytes(content)  # the extension must not matter
@@ -151,7 +132,6 @@ def test_a_tensor_of_a_kind_that_is_not_read_is_named_and_the_rest_is_read(make,
     state = load_state(tmp_path / "c.pt")
     assert [skip.what for skip in state.skipped] == ["model.odd"]
     assert reason in state.skipped[0].reason
-    assert state.model is not None
     assert {name: tensor.tolist() for name, tensor in state.model.items()} == {
         "before": [1.5, -2.0],
         "after": [2.5, -1.0],

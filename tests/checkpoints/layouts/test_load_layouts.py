@@ -22,8 +22,6 @@ FOLDER = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 def tiny_net() -> nn.Module:
     """The model that the checkpoints were made from."""
     spec = importlib.util.spec_from_file_location("layouts_tiny", FOLDER / "tiny.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -98,7 +96,6 @@ def test_a_layout_goes_into_the_model_and_the_optimizer(layout, path, make, pref
     model.load_state_dict(loaded.model)
     optimizer = make(model)
     if truth["moments"]:
-        assert loaded.optimizer is not None
         optimizer.load_state_dict(loaded.optimizer)
     else:
         assert loaded.optimizer is None
@@ -108,7 +105,6 @@ def test_a_layout_goes_into_the_model_and_the_optimizer(layout, path, make, pref
         truth = {**truth, "moments": []}  # a plain optimizer casts them to the parameters' half precision
     check(model, optimizer, truth, key)
     if truth["scaler"] is not None:
-        assert loaded.scaler is not None
         assert float(loaded.scaler.get("scale", loaded.scaler.get("cur_scale"))) == truth["scaler"]["scale"]
     if truth["step"] is not None:
         assert loaded.global_step == truth["step"]

@@ -23,8 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 with atheris.instrument_imports(include=["ampdoctor.checkpoints"]):
-    from ampdoctor.checkpoints.dcp import read_distributed
-    from ampdoctor.checkpoints.dcp_metadata import METADATA
+    from ampdoctor.checkpoints.dcp import METADATA, read_distributed
     from ampdoctor.checkpoints.file_contents import classify_contents, leaves
     from ampdoctor.checkpoints.files import ByteSource
     from ampdoctor.checkpoints.safetensors_file import read_safetensors

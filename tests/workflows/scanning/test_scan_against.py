@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ampdoctor.checkpoints import tensor_differences
+from ampdoctor.checkpoints import comparison, stored_tensor
 from ampdoctor.checkpoints.folder import open_checkpoint
-from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StridedTensor
-from ampdoctor.checkpoints.tensor_differences import side_by_side
+from ampdoctor.checkpoints.stored_tensor import JoinedTensor, Shard, StridedTensor, side_by_side
 from ampdoctor.errors import CheckpointError
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan_against import compare
@@ -213,17 +212,17 @@ def test_pieces_are_compared_with_the_whole(tmp_path, monkeypatch):
         whole = JoinedTensor(
             dtype=torch.float32, shape=(6, 4), shards=(Shard(stored=rest, at=(2, 0)), Shard(stored=top, at=(0, 0)))
         )
-        found = tensor_differences.difference(whole, stored["w"])
+        found = comparison.difference(whole, stored["w"])
         assert (found.elements, found.unchanged) == (24, 24)
-        alike = tensor_differences.difference(whole, whole)
+        alike = comparison.difference(whole, whole)
         assert (alike.elements, alike.unchanged) == (24, 24)
-        monkeypatch.setattr(tensor_differences, "MAX_LOADED_BYTES", 64)
+        monkeypatch.setattr(stored_tensor, "MAX_LOADED_BYTES", 64)
         with pytest.raises(CheckpointError, match="different orders"):
             list(side_by_side(whole, stored["w"]))
 
 
 def test_what_is_too_large_to_be_rearranged_is_left_out_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_differences, "MAX_LOADED_BYTES", 64)
+    monkeypatch.setattr(stored_tensor, "MAX_LOADED_BYTES", 64)
     torch.save({"w": torch.randn(5, 7).t(), "b": torch.ones(3)}, tmp_path / "old.pt")
     torch.save({"w": torch.randn(7, 5), "b": torch.ones(3)}, tmp_path / "new.pt")
     report = compare(tmp_path / "new.pt", tmp_path / "old.pt")
