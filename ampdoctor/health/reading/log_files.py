@@ -225,8 +225,10 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
     columns: dict[str, float] = {}
     for key, value in row.items():
         found = as_number(value)
-        if found is not None and isinstance(key, str) and (_plain(key) not in columns or not math.isfinite(found)):
-            columns[_plain(key)] = found
+        if found is not None and isinstance(key, str):
+            before = columns.setdefault(_plain(key), found)
+            if before is not found and not math.isfinite(found):  # of two columns none hides what is not finite
+                columns[_plain(key)] = found
     if "train_runtime" in columns:  # the Trainer's summary of the whole run, under the number of its last step
         columns.pop("train_loss", None)
     if _OF_AN_EPOCH in columns and any(isinstance(key, str) and _plain(key) == _OF_A_STEP for key in row):

@@ -56,6 +56,8 @@ def test_the_mean_of_an_epoch_stands_in_for_no_step_of_which_there_is_a_loss(tmp
         ({"iteration": 3, "lm loss": 1.5, "grad-norm": 2, "loss_scale": 8}, entry(3, 1.5, 2.0, 8.0)),
         ({"num_updates": "3", "loss": "1.5", "gnorm": "0.5", "train_loss": 9}, entry(3, 1.5, 0.5)),
         ({"step": 3.0, "loss": 1e400}, entry(3, math.inf)),
+        ({"step": 3, "Loss": "nan", "loss": 2.0}, entry(3, math.nan)),
+        ({"step": 3, "loss": 2.0, "train/loss": math.inf}, entry(3, math.inf)),
     ],
 )
 def test_columns_have_the_names_that_trainers_give_them(tmp_path, row, expected):
