@@ -24,6 +24,7 @@ from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.hooks.interfaces import OWN_TIME
 from ampdoctor.live.log.facts import grouped, launched, restarts, run_id_of_all
 from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.workflows.good_checkpoints import CheckpointKeeper
 from ampdoctor.workflows.output_files import refuse_of_log
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class LogOfRank:
     def __init__(self, request: WatchRequest, say: Callable[[str], None], on_alert: OnAlert | None) -> None:
         self.place, self._restarts = launched(), restarts()
         self.alerting: Alerting | None = None
+        self.keeper: CheckpointKeeper | None = None
         self._request, self._say, self._on_alert = request, say, on_alert
         self._process, self._is_placed = os.getpid(), False
         self.log = RunLog(
@@ -176,6 +178,22 @@ class LogOfRank:
             export_while_it_runs(self.log, request.export)
             if self.log.failed is None:  # reported already
                 self.log.listen(self.alerting.add, name="the judge of the run over time", answers=True)
+                self._keep_checkpoints()
+
+    def _keep_checkpoints(self) -> None:
+        request = self._request
+        if request.checkpoints is None:
+            return
+        self.keeper = keeper = CheckpointKeeper(
+            Path(request.checkpoints).absolute(),
+            Path(request.health),
+            self.log.write,
+            self._say,
+            probation=request.probation,
+            most_bytes=request.good_max,
+        )
+        name = "the keeping of checkpoints"
+        self.log.listen(keeper.add, name=name, idle=keeper.idle, end=keeper.close, dropped=keeper.close)
 
 
 # -- exports while the training runs --

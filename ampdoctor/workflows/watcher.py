@@ -70,6 +70,7 @@ from ampdoctor.workflows.diagnose_step import (
     not_looked_at,
     trained_on,
 )
+from ampdoctor.workflows.good_checkpoints import LAST_GOOD
 from ampdoctor.workflows.log_listeners import LogOfRank, OnAlert, Tally
 from ampdoctor.workflows.requests import WatchRequest
 from ampdoctor.workflows.watched_test import WatchedTest
@@ -77,6 +78,8 @@ from ampdoctor.workflows.watched_test import WatchedTest
 _AFTER_SICK = 3
 """Number of steps after an alarm whose tensors are measured closely."""
 _LEFT_OUT = "step {step}: a batch was left out by the loop's own check, and its loss was not finite"
+_SCANS_S = 15.0
+"""Seconds that the end of a training waits for scans of its checkpoints."""
 _LAST_LINES = 256
 """Number of step lines in a bundle."""
 _standing: list[tuple[int, TrainingWatcher]] = []  # with the id of its process
@@ -188,12 +191,24 @@ class TrainingWatcher:
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         self._tally.ended(code_of(error))
+        if self._rank.keeper is not None:
+            self._log.flush()
+            self._rank.keeper.finish(_SCANS_S)
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
     def summary(self) -> str | None:
         """Returns what was seen, in a sentence, once the log is closed; None where there was no step."""
-        return self._tally.said(self._lines, self.report, self._rank.alerting, lost=self._numbers.lost)
+        said, keeper = (
+            self._tally.said(self._lines, self.report, self._rank.alerting, lost=self._numbers.lost),
+            self._rank.keeper,
+        )
+        good = None if keeper is None else keeper.good
+        return (
+            said
+            if said is None or good is None
+            else f"{said}; resume from {Path(self._request.named or self.folder, LAST_GOOD)} ({good})"
+        )
 
     # -- what the loop does --
 
