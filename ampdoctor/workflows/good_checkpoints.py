@@ -143,6 +143,8 @@ class CheckpointKeeper:
         self._read_scan()
         self._settle()
         if self._scan is None and not self._begin_scan(ending=ending) and ending:
+            for one in [one for one in self._pins if one.failed is not None and one.health == "unknown"]:
+                self._drop(one, "unknown", self._not_kept(one))
             self._ended.set()
 
     def finish(self, timeout: float) -> None:
@@ -277,7 +279,7 @@ class CheckpointKeeper:
         else:
             one.place.rename(place)
         _synced(self._kept)
-        one.place, one.files = place, dict(_stamps(place))
+        one.place = place
         self._pins.append(one)
         self._newest = one
 
@@ -384,7 +386,7 @@ class CheckpointKeeper:
         """Call good what is finite and has its clean steps; let go of what has failed, and of all but two good ones."""
         for one in list(self._pins):
             if one.failed is not None and one.health == "probation":
-                self._drop(one, "finite", f"not kept: {one.failed}, before {self._probation} clean steps")
+                self._drop(one, "finite", self._not_kept(one))
             elif one.health == "probation" and self._has_passed(one) and one.place is not None:
                 newest = max((pin.step for pin in self._pins if pin.health == "good"), default=-1)
                 self._tell(one, "good", f"finite, and {self._probation} clean steps after it")
@@ -394,6 +396,9 @@ class CheckpointKeeper:
         good = sorted((one for one in self._pins if one.health == "good"), key=lambda one: one.step)
         for one in good[:-_MOST_GOOD]:
             self._drop(one, "good", "replaced by newer ones")
+
+    def _not_kept(self, one: _Saved) -> str:
+        return f"not kept: {one.failed}, before {self._probation} clean steps"
 
     def _point_to(self, place: Path) -> None:
         """Move the link in one step: whoever follows it finds the old checkpoint or the new one."""
