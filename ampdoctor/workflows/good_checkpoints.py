@@ -150,7 +150,10 @@ class CheckpointKeeper:
     def finish(self, timeout: float) -> None:
         """Wait, at the end of the training, for the scans that can still make a checkpoint good; `timeout` in s."""
         self._ending.set()
-        if not self._ended.wait(timeout):
+        ended = False
+        with suppress(KeyboardInterrupt):  # the training is over, and only this is given up
+            ended = self._ended.wait(timeout)
+        if not ended and timeout:
             self._say(f"a checkpoint could not be scanned within {timeout:g} s; it is in {self._kept}")
 
     def close(self) -> None:

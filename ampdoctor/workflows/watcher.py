@@ -78,7 +78,7 @@ from ampdoctor.workflows.watched_test import WatchedTest
 _AFTER_SICK = 3
 """Number of steps after an alarm whose tensors are measured closely."""
 _LEFT_OUT = "step {step}: a batch was left out by the loop's own check, and its loss was not finite"
-_SCANS_S = 15.0
+_SCANS_S = 60.0
 """Seconds that the end of a training waits for scans of its checkpoints."""
 _LAST_LINES = 256
 """Number of step lines in a bundle."""
@@ -193,7 +193,7 @@ class TrainingWatcher:
         self._tally.ended(code_of(error))
         if self._rank.keeper is not None:
             self._log.flush()
-            self._rank.keeper.finish(_SCANS_S)
+            self._rank.keeper.finish(0 if isinstance(error, KeyboardInterrupt) else _SCANS_S)
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
