@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from time import monotonic  # bound here, because a script may patch it
+from time import monotonic, time_ns  # bound here, because a script may patch them
 from typing import IO, Any
 
 from ampdoctor.checkpoints.folder import may_hold_tensors, says_checkpoint
@@ -38,6 +39,8 @@ _EVERY_S = 0.5
 _MOST_GOOD = 2
 _MOST_WAITING = 8
 """Checkpoints that wait for their scan; with more, they are saved faster than they can be read, and the oldest go."""
+_MOST_NEWS = 1000
+"""Lines that are remembered until the next look, which tells when a checkpoint was saved between them."""
 _DEEPEST = 4
 _OVER_TIME = "AMP7"
 """Codes of what a scan says of the log that a framework saves with a checkpoint: this run's own log is judged here."""
@@ -63,9 +66,10 @@ class _Saved:
     name: str
     files: _Files
     linked: bool  # or copied
-    step: int  # attempted steps when it was seen
-    clean_before: int  # clean steps until then
-    since: float  # when it last changed
+    saved_ms: int  # when, in ms since 1970
+    since: float  # when it was last seen to change, by `monotonic`
+    step: int = 0  # attempted steps until then
+    clean_before: int = 0  # clean ones
     place: Path | None = None  # under `good`; first a folder with a dot, for what has not settled
     pinned: bool = False
     health: Health = "unknown"
@@ -74,6 +78,16 @@ class _Saved:
     @property
     def bytes(self) -> int:
         return sum(size for _, size, _ in self.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """A line of the log: when it came, attempted and clean steps with it, and what was sick."""
+
+    time_ms: int
+    steps: int
+    clean: int
+    why: str | None
 
 
 @dataclass(slots=True)
@@ -114,7 +128,9 @@ class CheckpointKeeper:
         self._newest: _Saved | None = None  # that was pinned
         self._sick = False  # the last that was scanned
         self._scan: _Scan | None = None
+        self._news: deque[_News] = deque(maxlen=_MOST_NEWS)
         self._looked, self._changed = 0.0, -1
+        self._before_ms = self._looked_ms = 0  # times of the last two looks, in ms since 1970
         self._ending, self._ended = Event(), Event()
 
     # -- what the run does --
@@ -122,18 +138,24 @@ class CheckpointKeeper:
     def add(self, record: LogRecord) -> None:
         """Count the clean steps, and note the sick ones."""
         line = record.line
+        why = None
         if isinstance(line, StepLine) and line.optimizer == 0:
             self._step = line.step + 1
-            if line.skipped:
-                return
-            if all(number is None or math.isfinite(number) for number in (line.loss, line.gradient_norm)):
-                self._clean += 1
-            else:
-                self._fail(f"step {line.step} was not finite")
+            if not line.skipped:
+                if all(number is None or math.isfinite(number) for number in (line.loss, line.gradient_norm)):
+                    self._clean += 1
+                else:
+                    why = f"step {line.step} was not finite"
         elif isinstance(line, LookLine) and line.verdict == "sick":
-            self._fail(f"step {line.step} was sick")
+            why = f"step {line.step} was sick"
         elif isinstance(line, AlertLine) and line.finding.severity == "error":
-            self._fail(f"an alert ({line.finding.code}) came at step {line.step}")
+            why = f"an alert ({line.finding.code}) came at step {line.step}"
+        else:
+            return
+        news = _News(record.stamp.time_ms, self._step, self._clean, why)
+        self._news.append(news)
+        for one in {id(one): one for one in (*(self._seen or {}).values(), *self._pins)}.values():
+            self._count(one, news)
 
     def idle(self) -> None:
         """Look at the folder where something may have changed, at the running scan, and at who has become good."""
@@ -166,10 +188,12 @@ class CheckpointKeeper:
             self._scan.output.close()
             self._scan = None
 
-    def _fail(self, why: str) -> None:
-        for one in (*(self._seen or {}).values(), *self._pins):
-            if one.health != "good" and not self._has_passed(one):
-                one.failed = one.failed or why
+    def _count(self, one: _Saved, news: _News) -> None:
+        """Count a line for a checkpoint: lines come late, and some are of steps before it was saved."""
+        if news.time_ms <= one.saved_ms:
+            one.step, one.clean_before = news.steps, news.clean
+        elif news.why is not None and one.health != "good" and news.clean - one.clean_before < self._probation:
+            one.failed = one.failed or news.why
 
     def _has_passed(self, one: _Saved) -> bool:
         return one.failed is None and self._clean - one.clean_before >= self._probation
@@ -187,6 +211,7 @@ class CheckpointKeeper:
 
     def _look(self, *, ending: bool) -> None:
         self._looked = now = monotonic()
+        self._before_ms, self._looked_ms = self._looked_ms, time_ns() // 1_000_000
         there = dict(_below(self._folder, "", self._health))
         if self._seen is None:  # those of an earlier run are none of this one's
             self._adopt()
@@ -210,16 +235,21 @@ class CheckpointKeeper:
                 self._pin(gone)
 
     def _state(self, found: _Found, now: float, *, part: Path | None = None, pinned: bool = False) -> _Saved:
-        return _Saved(
+        """Return the state that was saved since the last look: its files say when, lines which step that was."""
+        saved = max((changed // 1_000_000 for _, _, changed in found.files.values()), default=0)
+        saved = min(max(saved, self._before_ms), self._looked_ms)  # another machine's clock may say anything
+        one = _Saved(
             name=found.name,
             files=found.files,
             linked=found.numbered,
-            step=self._step,
-            clean_before=self._clean,
+            saved_ms=saved,
             since=now,
             place=part,
             pinned=pinned,
         )
+        for news in self._news:
+            self._count(one, news)
+        return one
 
     def _adopt(self) -> None:
         """Go on from what an earlier process of this run has kept: its last good one stays, others are judged anew."""

@@ -20,7 +20,6 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.workflows import good_checkpoints
 from ampdoctor.workflows.good_checkpoints import CheckpointKeeper
 
-STAMP = Stamp(run_id="run", time_ms=0)
 WEIGHTS = {"layer.weight": torch.ones(4, 4), "layer.bias": torch.zeros(4)}
 SICK = {**WEIGHTS, "layer.bias": torch.tensor([0.0, float("nan"), 0.0, 0.0])}
 
@@ -44,7 +43,8 @@ class Run:
         self.lines.append(line)
 
     def hear(self, line: Line) -> None:
-        self.keeper.add(LogRecord(stamp=STAMP, line=line))
+        stamp = Stamp(run_id="run", time_ms=time.time_ns() // 1_000_000)
+        self.keeper.add(LogRecord(stamp=stamp, line=line))
 
     def step(self, count: int = 1, *, loss: float = 1.0, skipped: bool = False) -> None:
         for _ in range(count):
