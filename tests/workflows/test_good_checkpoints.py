@@ -48,6 +48,7 @@ class Run:
 
     def step(self, count: int = 1, *, loss: float = 1.0, skipped: bool = False) -> None:
         for _ in range(count):
+            time.sleep(0.01)  # a step in the millisecond of a save counts as one before it
             self.hear(StepLine(step=self.steps, accepted=self.steps, loss=loss, skipped=skipped))
             self.steps += 1
         self.keeper.idle()
@@ -144,6 +145,7 @@ def test_a_sick_step_ends_a_probation_and_a_skipped_one_does_not(tmp_path: Path,
     run = Run(tmp_path)
     run.save("step-1.pt")
     run.step(2)
+    time.sleep(0.01)
     run.hear(line)
     run.steps = 4
     run.step(2)
