@@ -20,7 +20,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.live.script import Script, script_at
 from ampdoctor.workflows.output_files import usual_folder
-from ampdoctor.workflows.requests import USUAL_EVERY, Look, OnSick, Progress, SetAside, WatchRequest
+from ampdoctor.workflows.requests import USUAL_EVERY, USUAL_PROBATION, Look, OnSick, Progress, SetAside, WatchRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,16 @@ class WatchOptions:
         False
     )
     bundle_max: Annotated[str, Option(metavar="SIZE", help="The most that a bundle takes, as in 512MB.")] = "4GB"
+    checkpoints: Annotated[
+        str | None,
+        Option(metavar="DIR", help="What the training saves to: the last good checkpoints are kept in --health."),
+    ] = None
+    probation: Annotated[int, Option(metavar="N", help="Clean steps after which a finite checkpoint is good.")] = (
+        USUAL_PROBATION
+    )
+    good_max: Annotated[
+        str, Option(metavar="SIZE", help="The most that copies of checkpoints take; links take nothing.")
+    ] = "20GB"
     record_batches: Annotated[
         int,
         Option(
@@ -106,6 +116,9 @@ def run(
         guard=watch.guard,
         bundle=not watch.no_bundle,
         bundle_max=bytes_of("--bundle-max", watch.bundle_max),
+        checkpoints=watch.checkpoints,
+        probation=watch.probation,
+        good_max=bytes_of("--good-max", watch.good_max),
         record_batches=watch.record_batches,
         export=exporting.exports(),
         thresholds=limits.thresholds(moved_in_the_file(context)),

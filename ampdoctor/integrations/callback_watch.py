@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class WatchCallback:
-    """Watches each training between two events of a framework, with the `settings` of `ampdoctor.watch`."""
+    """Watches each training between two events of a framework, with the `settings` of `ampdoctor.watch`.
+
+    `checkpoints=True` stands for the folder that the framework saves to.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -28,10 +31,13 @@ class WatchCallback:
         """The diagnosis of the last training's first bad step; None if there was none."""
         return None if self._watch is None else self._watch.report
 
-    def _begin(self, model: nn.Module | None) -> None:
+    def _begin(self, model: nn.Module | None, saves_to: str | None) -> None:
         """Begins a watch of the model's training, and ends an earlier one that is still open."""
         self._end(None)
-        self._watch = self._stack.enter_context(watch(model, **self._settings))
+        settings = dict(self._settings)
+        if settings.get("checkpoints") is True:
+            settings["checkpoints"] = saves_to
+        self._watch = self._stack.enter_context(watch(model, **settings))
 
     def _end(self, error: BaseException | None) -> None:
         """Ends the watch with the exception that ended the training, if any, which may become a SickTrainingError."""

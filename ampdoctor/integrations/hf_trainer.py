@@ -20,7 +20,7 @@ class AmpDoctorCallback(WatchCallback, TrainerCallback):
 
     Args:
         settings: Those of `ampdoctor.watch`, by keyword: `folder`, `every`, `on_sick`, `look`, `guard`, `bundle`,
-            `bundle_max`, `record_batches`, `tell`.
+            `bundle_max`, `record_batches`, `checkpoints` (True: `output_dir`), `probation`, `good_max`, `tell`.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
@@ -31,7 +31,7 @@ class AmpDoctorCallback(WatchCallback, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Begins the watch."""
-        self._begin(model)
+        self._begin(model, args.output_dir)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Ends the watch."""

@@ -24,12 +24,13 @@ class AmpDoctorCallback(WatchCallback, *_bases()):  # type: ignore[misc]  # the 
 
     Args:
         settings: Those of `ampdoctor.watch`, by keyword: `folder`, `every`, `on_sick`, `look`, `guard`, `bundle`,
-            `bundle_max`, `record_batches`, `tell`.
+            `bundle_max`, `record_batches`, `checkpoints` (True: where `ModelCheckpoint` saves), `probation`,
+            `good_max`, `tell`.
     """
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins the watch."""
-        self._begin(pl_module)
+        self._begin(pl_module, getattr(trainer.checkpoint_callback, "dirpath", None))
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Ends the watch."""

@@ -26,6 +26,7 @@ from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.hooks.interfaces import OWN_TIME
 from ampdoctor.live.log.facts import grouped, launched, restarts, run_id_of_all
 from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.workflows.good_checkpoints import LAST_GOOD, CheckpointKeeper
 from ampdoctor.workflows.output_files import refuse_of_log
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 OnAlert = Callable[[Finding], None]
 _LOUD = ("error", "warning")
+_SCANS_S = 60.0
+"""Seconds that the end of a training waits for scans of its checkpoints."""
 _ENOUGH_BYTES = 4 * 2**20
 """Bytes at the end of a log that are read: some ten thousand steps, of which the judge keeps a few hundred."""
 
@@ -155,6 +158,7 @@ class LogOfRank:
     def __init__(self, request: WatchRequest, say: Callable[[str], None], on_alert: OnAlert | None) -> None:
         self.place, self._restarts = launched(), restarts()
         self.alerting: Alerting | None = None
+        self._keeper: CheckpointKeeper | None = None
         self._request, self._say, self._on_alert = request, say, on_alert
         self._process, self._is_placed = os.getpid(), False
         self.log = RunLog(
@@ -182,6 +186,33 @@ class LogOfRank:
             export_while_it_runs(self.log, request.export)
             if self.log.failed is None:  # reported already
                 self.log.listen(self.alerting.add, name="the judge of the run over time", answers=True)
+                self._keep_checkpoints()
+
+    def _keep_checkpoints(self) -> None:
+        request = self._request
+        if request.checkpoints is None:
+            return
+        self._keeper = keeper = CheckpointKeeper(
+            Path(request.checkpoints).absolute(),
+            Path(request.health),
+            self.log.write,
+            self._say,
+            probation=request.probation,
+            most_bytes=request.good_max,
+        )
+        name = "the keeping of checkpoints"
+        self.log.listen(keeper.add, name=name, idle=keeper.idle, end=keeper.close, dropped=keeper.close)
+
+    def finish_scans(self, error: BaseException | None) -> None:
+        """Wait, at the end of a training, for the scans that can still make a checkpoint good."""
+        if self._keeper is not None:
+            self.log.flush()
+            self._keeper.finish(0 if isinstance(error, KeyboardInterrupt) else _SCANS_S)
+
+    def resume_from(self) -> str:
+        """Returns the end of a sentence that names the last good checkpoint; "" without one."""
+        good = None if self._keeper is None else self._keeper.good
+        return f"; resume from {Path(self._request.named or self._request.health, LAST_GOOD)} ({good})" if good else ""
 
 
 # -- exports while the training runs --

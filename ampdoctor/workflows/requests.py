@@ -222,6 +222,10 @@ USUAL_EVERY = 100
 """Steps from one close measurement to the next."""
 USUAL_BUNDLE_BYTES = 4_000_000_000
 """Maximum size of a bundle."""
+USUAL_PROBATION = 100
+"""Accepted steps after which a finite checkpoint is good."""
+USUAL_GOOD_BYTES = 20_000_000_000
+"""Maximum size of all copies of checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +250,9 @@ class WatchRequest:
         record_batches: Number of last updates whose batches are kept, for a sick step that is known only after its
             update; 0 for none.
         export: Where the log's numbers and alerts are sent while the training runs.
+        checkpoints: Folder that the training saves to: its last good checkpoints are kept in `health`. None: none are.
+        probation: Accepted steps without a sick one after which a finite checkpoint is good.
+        good_max: Maximum bytes of copies of checkpoints; most are links, which take none.
         thresholds: Limits of the rules.
         test: A test is watched: its parts live until its end, and what each update leaves is looked at, which takes a
             copy of the weights and of the optimizer's state.
@@ -270,6 +277,9 @@ class WatchRequest:
     bundle_max: int = USUAL_BUNDLE_BYTES
     record_batches: int = 0
     export: tuple[Export | Sink, ...] = ()
+    checkpoints: str | None = None
+    probation: int = USUAL_PROBATION
+    good_max: int = USUAL_GOOD_BYTES
     thresholds: Thresholds = DEFAULT_THRESHOLDS
     test: bool = False
     most_skipped: int | None = None
@@ -283,10 +293,15 @@ class WatchRequest:
             raise UsageError(f"look {self.look!r} is none of auto, sync, off")
         if self.on_sick == "stop" and self.look == "off":
             raise UsageError("on_sick stop ends the training after a look, and look off never looks: give one of them")
+        self._check_amounts()
+        for one in self.export:
+            for file in one.files(Path(self.health).name) if isinstance(one, Export) else ():
+                refuse_of_log(file, self.health)
+
+    def _check_amounts(self) -> None:
         if self.bundle_max < 1:
             raise UsageError(f"bundle_max is {self.bundle_max} bytes: a bundle that takes nothing is bundle=False")
         if self.record_batches < 0:
             raise UsageError(f"record_batches is {self.record_batches}: it counts updates, and 0 keeps none")
-        for one in self.export:
-            for file in one.files(Path(self.health).name) if isinstance(one, Export) else ():
-                refuse_of_log(file, self.health)
+        if self.probation < 1 or self.good_max < 0:
+            raise UsageError(f"probation {self.probation} is below 1 step, or good_max {self.good_max} below 0 bytes")

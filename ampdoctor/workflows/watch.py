@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,11 +15,17 @@ from ampdoctor.errors import SickTrainingError, StoppedError, UsageError
 from ampdoctor.hooks.interfaces import when_imported
 from ampdoctor.workflows.log_listeners import OnAlert, exports_of
 from ampdoctor.workflows.output_files import give_back, usual_folder
-from ampdoctor.workflows.requests import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
+from ampdoctor.workflows.requests import (
+    USUAL_BUNDLE_BYTES,
+    USUAL_EVERY,
+    USUAL_GOOD_BYTES,
+    USUAL_PROBATION,
+    Look,
+    OnSick,
+    WatchRequest,
+)
 
 if TYPE_CHECKING:
-    import os
-
     import torch
 
     from ampdoctor.evidence.report import Report
@@ -60,6 +67,9 @@ def watch(
     bundle_max: int = USUAL_BUNDLE_BYTES,
     record_batches: int = 0,
     export: Iterable[str | Sink] = (),
+    checkpoints: str | os.PathLike[str] | None = None,
+    probation: int = USUAL_PROBATION,
+    good_max: int = USUAL_GOOD_BYTES,
     tell: Callable[[Report], None] | None = None,
     on_alert: OnAlert | None = None,
 ) -> Iterator[Watch]:
@@ -88,6 +98,9 @@ def watch(
             only after its update, so its bundle is replayed from an earlier checkpoint.
         export: Where the log's numbers and alerts are sent while the training runs: texts as of `--export`, and objects
             with `log`, `alert`, `flush` and `close`, which are called on their own thread.
+        checkpoints: Folder that the training saves to: its last good checkpoints are kept under `folder`.
+        probation: Clean steps after which a finite checkpoint is good.
+        good_max: Maximum bytes of copies of checkpoints; most are links, which take none.
         tell: Called with the diagnosis at the sick step; None logs its first sentence.
         on_alert: Called with each alert, a `Finding`, as it is made, on ampdoctor's thread; errors and warnings are
             logged as well.
@@ -122,6 +135,9 @@ def watch(
         bundle_max=bundle_max,
         record_batches=record_batches,
         export=exports_of(export),
+        checkpoints=None if checkpoints is None else os.fspath(checkpoints),
+        probation=probation,
+        good_max=good_max,
     )
     if model is not None and not isinstance(model, torch.nn.Module):
         raise UsageError(f"model is a {type(model).__name__}, and no torch.nn.Module; a folder is given as folder=")

@@ -189,13 +189,15 @@ class TrainingWatcher:
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         self._tally.ended(code_of(error))
+        self._rank.finish_scans(error)
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
     def summary(self) -> str | None:
         """Returns what was seen, in a sentence, once the log is closed; None where there was no step."""
         log = self._request.named or self._request.health
-        return self._tally.said(self._lines, self.report, self._rank.alerting, lost=self._numbers.lost, log=log)
+        said = self._tally.said(self._lines, self.report, self._rank.alerting, lost=self._numbers.lost, log=log)
+        return None if said is None else said + self._rank.resume_from()
 
     # -- what the loop does --
 
