@@ -132,6 +132,10 @@ def rank_and_number(name: str) -> tuple[int, int | None] | None:
     return int(found["rank"] or 0), int(found["number"]) if found["number"] else None
 
 
+LAST_GOOD = "last_good"
+"""The link in a log's folder to the newest good checkpoint of the run."""
+
+
 def is_of_log(name: str) -> bool:
     """Whether a file of this name is a part of a log, in a log's folder."""
     return bool(_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name))

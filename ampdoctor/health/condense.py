@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
@@ -27,6 +27,7 @@ from ampdoctor.evidence.log_records import (
     Stamp,
     StepLine,
 )
+from ampdoctor.evidence.paths import LAST_GOOD
 from ampdoctor.evidence.report_health import (
     ActionMark,
     CheckpointMark,
@@ -412,7 +413,7 @@ class RunSummarizer:
                 curves=_curves(columns, maps.headroom),
                 maps=maps.heat_maps(),
                 scalers=scaler_histories(columns, self.header.scalers, self.header.scaler),
-                checkpoints=self._checkpoints(),
+                checkpoints=self._checkpoints(source),
                 looks=self._looks(source),
                 actions=tuple(
                     ActionMark(step=line.step, action=line.action, reason=line.reason)
@@ -435,13 +436,18 @@ class RunSummarizer:
         good, known = norms[(norms > 0) & np.isfinite(norms)], scales[~np.isnan(scales)]
         return LogTail(norms=tuple(good[-LAST_NORMS:].tolist()), scale=float(known[-1]) if len(known) else None)
 
-    def _checkpoints(self) -> tuple[CheckpointMark, ...]:
+    def _checkpoints(self, source: str) -> tuple[CheckpointMark, ...]:
+        """Returns each checkpoint as it is known last; the newest good one has the link's path, where that is."""
         by_path = {line.path: line for _, line in self._marks if isinstance(line, CheckpointLine)}
         marks = [
             CheckpointMark(step=one.step, path=one.path, health=one.health, reason=one.reason)
             for one in by_path.values()
         ]
-        return tuple(sorted(marks, key=lambda mark: mark.step))
+        marks.sort(key=lambda mark: mark.step)
+        newest = next((at for at in reversed(range(len(marks))) if marks[at].health == "good"), None)
+        if newest is not None and Path(source, LAST_GOOD).exists():
+            marks[newest] = replace(marks[newest], path=str(PurePath(source) / LAST_GOOD))
+        return tuple(marks)
 
     def _looks(self, source: str) -> tuple[LookMark, ...]:
         looks = sorted((line for _, line in self._marks if isinstance(line, LookLine)), key=lambda line: line.step)

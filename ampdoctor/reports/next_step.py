@@ -217,10 +217,13 @@ def _over_time(report: Report) -> Step:
     runs = report.health.runs if report.health is not None else ()
     command = next((look.command for run in runs for look in run.looks if look.command is not None), None)
     grave = [finding for finding in report.findings if finding.severity != "note"]
+    good = [mark for run in runs for mark in run.checkpoints if mark.health == "good"]
+    resume = f"resume from {good[-1].path} (step {good[-1].step:,}); " if good else ""
     if grave and command is not None:
-        return Step("the sick step was kept, and is replayed by", command)
+        return Step(f"{resume}the sick step was kept, and is replayed by", command)
     if grave:
-        return _its_page(grave[0])
+        page = _its_page(grave[0])
+        return Step(f"{resume}{page.said}", page.line)
     logs = [str(path) for path in report.target.get("paths") or [_path(report)]]
     return Step("nothing; in CI this tells when that changes", _command("health", *logs, "--fail-on", "warning"))
 

@@ -26,12 +26,11 @@ from typing import IO, Any
 from ampdoctor.checkpoints.folder import may_hold_tensors, says_checkpoint
 from ampdoctor.checkpoints.series import alias_of, moment_of
 from ampdoctor.evidence.log_records import AlertLine, CheckpointLine, Line, LogRecord, LookLine, StepLine
+from ampdoctor.evidence.paths import LAST_GOOD
 from ampdoctor.evidence.report_health import Health
 
 KEPT = "good"
 """The folder of the pinned checkpoints, in that of the log."""
-LAST_GOOD = "last_good"
-"""The link to the newest good one, beside it."""
 _SETTLED_S = 2.0
 """A checkpoint that has not changed for so long is finished."""
 _EVERY_S = 0.5

@@ -17,7 +17,7 @@ from ampdoctor.diagnosis.health.rolling import LEAST
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import AlertLine, Line, LogRecord, RunLine, StepLine
 from ampdoctor.evidence.log_text import kind_of, line_of
-from ampdoctor.evidence.paths import file_key, logs_in
+from ampdoctor.evidence.paths import LAST_GOOD, file_key, logs_in
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog
@@ -26,7 +26,7 @@ from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.hooks.interfaces import OWN_TIME
 from ampdoctor.live.log.facts import grouped, launched, restarts, run_id_of_all
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.workflows.good_checkpoints import LAST_GOOD, CheckpointKeeper
+from ampdoctor.workflows.good_checkpoints import CheckpointKeeper
 from ampdoctor.workflows.output_files import refuse_of_log
 
 if TYPE_CHECKING:
