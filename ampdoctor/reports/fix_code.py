@@ -94,7 +94,7 @@ PROTOCOL = (
     "scaler.scale(loss).backward()",
     "scaler.unscale_(optimizer)  # before anything that reads gradients, and once a step",
     "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-    "scaler.step(optimizer)  # not optimizer.step(): this one leaves out a step whose gradients overflowed",
+    "scaler.step(optimizer)  # not optimizer.step(): this leaves out a step that overflowed",
     "scaler.update()",
     "optimizer.zero_grad()  # after a skipped step as well",
 )

@@ -179,14 +179,11 @@ class ReplayRequest:
         if self.compare_steps is not None and self.compare_steps < 0:
             raise UsageError(f"compare_steps is {self.compare_steps}: it counts from 0, which compares nothing")
         self._check_until_sick()
-        if self.precision is not None and self.precision not in get_args(Precision):
-            raise UsageError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}")
-        if self.policy is not None and self.policy not in get_args(Policy):
-            raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
-        if self.half_products not in get_args(HalfProducts):
-            raise UsageError(f"half products {self.half_products!r} are neither fp32 nor plain")
-        if self.emit is not None and self.emit not in FRAMEWORKS:
-            raise UsageError(f"framework {self.emit!r} is none of {', '.join(FRAMEWORKS)}")
+        forms = {"precision": Precision, "policy": Policy, "half_products": HalfProducts}
+        for name, known in {**{key: get_args(form) for key, form in forms.items()}, "emit": FRAMEWORKS}.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise UsageError(f"{name} {value!r} is none of {', '.join(known)}")
         target_named(self.target)
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:<index>")

@@ -7,6 +7,7 @@ from markdown_it import MarkdownIt
 
 from ampdoctor.reports.escape import code, fence, prose
 from ampdoctor.reports.github import MAX_BYTES, render_markdown
+from ampdoctor.reports.outline_values import summary_rows
 from tests.reports.full_sample import full
 from tests.samples import OVERFLOW, SICK
 
@@ -33,9 +34,17 @@ def test_the_layers_that_lose_most_have_a_table():
     layers[7]["formats"] = {**formats, "fp16": {"flushed": 0.75}}
     text = render_markdown(replace(SICK, profile={**SICK.profile, "sites": layers}))
     rows = [line for line in text.splitlines() if line.startswith("| `layer.")]
-    assert rows[0] == "| `layer.7` | dW | 75.00% | - | 25.00% | 0.00% |"
+    assert rows[0] == "| `layer.7` | dW | 75.00% | 25.00% | 0.00% |"  # nothing was measured by a replay
     assert len(rows) == 14
     assert "<summary>2 more layers</summary>" in text
+
+
+@pytest.mark.parametrize(("own", "fits", "rows"), [(2.0, 4.0, 3), (1.0, 4.0, 2), (4.0, 4.0, 2), (1.0, 1.0, 1)])
+def test_a_loss_scale_has_one_row(own, fits, rows):
+    kinds = {"weight_grad": {"flushed": 0.5, "subnormal": 0.0, "overflowed": 0.0, "relative_error": 0.0}}
+    summary = dict.fromkeys(("fp16", "fp16_recommended", "fp16_unscaled"), kinds)
+    found = [row[0] for row in summary_rows({"summary": summary, "loss_scale": own, "recommended_scale": fits})]
+    assert len(found) == len(set(found)) == rows
 
 
 def test_above_900_kb_it_ends_between_two_findings_with_a_line_that_says_so():
