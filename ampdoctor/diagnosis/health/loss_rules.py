@@ -63,7 +63,6 @@ def _shown(value: float | None) -> str:
 GRADIENT_JUMP = rule("AMP720", WATCHED)
 GRADIENT_JUMP_DEVIATIONS = GRADIENT_JUMP["deviations"]
 GRADIENT_JUMP_BEYOND = GRADIENT_JUMP["beyond"]
-GRADIENT_JUMP_TIMES = GRADIENT_JUMP["times"]
 
 
 @GRADIENT_JUMP.judges(StepState)
@@ -76,7 +75,7 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     of_norm = (
         norm is not None
         and moment.norm_above >= least
-        and norm >= thresholds[GRADIENT_JUMP_TIMES] * moment.norm.usual
+        and norm >= thresholds[GRADIENT_JUMP["times"]] * moment.norm.usual
         and moment.moves(norm)
         and moment.norm.beyond(norm) >= thresholds[GRADIENT_JUMP_BEYOND]
     )
@@ -219,7 +218,6 @@ def _level_shifts(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
 
 
 LOSS_NOT_BACK = rule("AMP721", WATCHED)
-LOSS_NOT_BACK_STEPS = LOSS_NOT_BACK["steps"]
 
 
 @LOSS_NOT_BACK.judges(StepState)
@@ -227,7 +225,7 @@ def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
     spike = moment.spike
     if spike is None:
         return ()
-    steps = int(thresholds[LOSS_NOT_BACK_STEPS])
+    steps = int(thresholds[LOSS_NOT_BACK["steps"]])
     line = moment.line
     if spike.above != steps or line.loss is None:
         return ()
@@ -249,7 +247,6 @@ def _loss_not_back(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
 
 
 DESCENT_LOST = rule("AMP739", WATCHED)
-DESCENT_LOST_SHARE = DESCENT_LOST["share"]
 
 
 @DESCENT_LOST.judges(StepState)
@@ -258,7 +255,7 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
         return ()  # the usual loss changes once a hop
     descent, usual = moment.descent, moment.loss.usual
     way = descent.fallen_from - descent.lowest
-    if not descent.falls or usual - descent.lowest < thresholds[DESCENT_LOST_SHARE] * way:
+    if not descent.falls or usual - descent.lowest < thresholds[DESCENT_LOST["share"]] * way:
         return ()
     share = (usual - descent.lowest) / way
     finding = DESCENT_LOST.finding(
@@ -340,16 +337,14 @@ def _between(losses: Sequence[float]) -> str:
 
 
 LOSS_CONSTANT = rule("AMP705", WATCHED)
-CONSTANT_ENTRIES = LOSS_CONSTANT["entries"]
-LEAST_LOSS = LOSS_CONSTANT["loss"]
 
 
 @LOSS_CONSTANT.judges(StepState)
 def _loss_constant(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     same = moment.equal
-    if moment.end is None or same.rows < thresholds[CONSTANT_ENTRIES] or same.resting:
+    if moment.end is None or same.rows < thresholds[LOSS_CONSTANT["entries"]] or same.resting:
         return ()
-    if not thresholds[LEAST_LOSS] <= abs(same.value) < math.inf:
+    if not thresholds[LOSS_CONSTANT["loss"]] <= abs(same.value) < math.inf:
         return ()
     finding = LOSS_CONSTANT.finding(
         "note" if same.rounded else "warning",

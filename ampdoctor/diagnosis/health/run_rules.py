@@ -14,10 +14,6 @@ from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 
 SCALE_RATCHETS = rule("AMP723", WATCHED)
-SCALE_RATCHETS_FALLS = SCALE_RATCHETS["falls"]
-SCALE_RATCHETS_IN_A_ROW = SCALE_RATCHETS["in_a_row"]
-SCALE_RATCHETS_LEAST = SCALE_RATCHETS["least"]
-SCALE_RATCHETS_AT_FLOOR = SCALE_RATCHETS["at_floor"]
 
 
 @SCALE_RATCHETS.judges(StepState)
@@ -25,13 +21,13 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
     scale = moment.scale
     if scale.now is None or not (scale.unmoved or scale.falls or scale.in_a_row):
         return ()  # as at most steps
-    stuck = scale.unmoved >= thresholds[SCALE_RATCHETS_AT_FLOOR]
+    stuck = scale.unmoved >= thresholds[SCALE_RATCHETS["at_floor"]]
     if not (stuck or (scale.settled and (scale.falls or scale.in_a_row))):
         return ()
-    line, least, in_a_row = moment.line, thresholds[SCALE_RATCHETS_LEAST], thresholds[SCALE_RATCHETS_IN_A_ROW]
+    line, least, in_a_row = moment.line, thresholds[SCALE_RATCHETS["least"]], thresholds[SCALE_RATCHETS["in_a_row"]]
     overflows = scale.in_a_row > 0 and scale.until == line.step
     low = scale.highest >= least and (scale.now < least or (overflows and scale.now <= least))
-    many = scale.falls >= thresholds[SCALE_RATCHETS_FALLS] or scale.in_a_row >= in_a_row
+    many = scale.falls >= thresholds[SCALE_RATCHETS["falls"]] or scale.in_a_row >= in_a_row
     ended = moment.end is not None and bool(moment.end.reason or moment.end.exit_code) and scale.in_a_row >= in_a_row
     if not (low or stuck or many):
         return ()
@@ -69,21 +65,19 @@ def _scale_ratchets(moment: StepState, thresholds: Thresholds) -> Sequence[Findi
 
 
 NO_STEP_TAKEN = rule("AMP740", WATCHED)
-NO_STEP_TAKEN_STEPS = NO_STEP_TAKEN["settling"]
-NO_STEP_TAKEN_STARTS = NO_STEP_TAKEN["starts"]
 
 
 @NO_STEP_TAKEN.judges(StepState)
 def _no_step_taken(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     scale = moment.scale
-    if scale.is_new and scale.anew == thresholds[NO_STEP_TAKEN_STARTS]:
+    if scale.is_new and scale.anew == thresholds[NO_STEP_TAKEN["starts"]]:
         return (_starts_over(moment),)
     if scale.in_a_row < LEAST_ROWS:
         return ()
     steps = scale.until - scale.since + 1
     from_the_first = not scale.taken
     gone = moment.end is not None and scale.now is not None and scale.now <= 1  # ended at a scale that scales nothing
-    least = thresholds[NO_STEP_TAKEN_STEPS] if from_the_first and not gone else HOPELESS
+    least = thresholds[NO_STEP_TAKEN["settling"]] if from_the_first and not gone else HOPELESS
     if steps < least or (not from_the_first and scale.now is not None):
         return ()  # AMP723 reports a scale that falls later
     if not scale.told and falls_over(scale.losses):  # then the norm is not what the optimizer saw
@@ -146,7 +140,6 @@ def _no_such_scale(moment: StepState, _: Thresholds) -> Sequence[Finding]:
 
 
 SCHEDULE_JUMPS = rule("AMP729", WATCHED)
-SCHEDULE_JUMPS_FACTOR = SCHEDULE_JUMPS["factor"]
 
 MOST_NAMED = 8  # parameters of a group that a finding names; it may have thousands
 
@@ -154,7 +147,7 @@ MOST_NAMED = 8  # parameters of a group that a finding names; it may have thousa
 @SCHEDULE_JUMPS.judges(StepState)
 def _schedule_jumps(moment: StepState, thresholds: Thresholds) -> Sequence[Finding]:
     changed = moment.rates.now != moment.rates.before or moment.decays.now != moment.decays.before
-    return tuple(_jumps(moment, thresholds[SCHEDULE_JUMPS_FACTOR])) if changed and moment.accepted >= LEAST else ()
+    return tuple(_jumps(moment, thresholds[SCHEDULE_JUMPS["factor"]])) if changed and moment.accepted >= LEAST else ()
 
 
 def _jumps(moment: StepState, factor: float) -> Iterator[Finding]:
@@ -202,8 +195,6 @@ def _jumped(setting: Setting, factor: float, *, from_zero: bool) -> int | None:
 
 
 BATCH_CHANGES = rule("AMP736", WATCHED)
-BATCH_CHANGES_FACTOR = BATCH_CHANGES["factor"]
-BATCH_CHANGES_DEVIATIONS = BATCH_CHANGES["deviations"]
 BATCH_CHANGES_ZEROS = BATCH_CHANGES["zeros"]
 
 _FAR_ZEROS = 2.5
@@ -221,8 +212,8 @@ def _batch_changes(moment: StepState, thresholds: Thresholds) -> Sequence[Findin
         return ()  # as for most batches: the checks below require more
     what, above = "", batch.rms.above(rms)
     if (
-        abs(outside) >= math.log(thresholds[BATCH_CHANGES_FACTOR])
-        and abs(above) >= thresholds[BATCH_CHANGES_DEVIATIONS]
+        abs(outside) >= math.log(thresholds[BATCH_CHANGES["factor"]])
+        and abs(above) >= thresholds[BATCH_CHANGES["deviations"]]
     ):
         what = (
             f"The root mean square of the batch of step {line.step:,} is {figure(rms)}; {figure(batch.rms.usual)} is "
@@ -257,8 +248,6 @@ def _more_zeros(zeros: RollingStats) -> float:
 
 
 DATA_REPEATS = rule("AMP735", WATCHED)
-DATA_REPEATS_STEPS = DATA_REPEATS["steps"]
-DATA_REPEATS_NEW = DATA_REPEATS["new"]
 
 
 @DATA_REPEATS.judges(StepState)
@@ -266,8 +255,8 @@ def _data_repeats(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     repeats = moment.batch.repeats
     if not repeats.steps:
         return ()
-    steps = int(thresholds[DATA_REPEATS_STEPS])
-    if repeats.steps != steps or repeats.new_before < thresholds[DATA_REPEATS_NEW]:
+    steps = int(thresholds[DATA_REPEATS["steps"]])
+    if repeats.steps != steps or repeats.new_before < thresholds[DATA_REPEATS["new"]]:
         return ()
     step = moment.line.step
     finding = DATA_REPEATS.finding(
