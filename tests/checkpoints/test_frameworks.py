@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ from torch import nn
 
 from ampdoctor.checkpoints.folder import open_checkpoint
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ampdoctor.checkpoints.checkpoint import Checkpoint
-
 
 class Net(nn.Module):
-    def __init__(self, fill: float = 1.0) -> None:
+    def __init__(self, fill=1.0):
         super().__init__()
         self.embed = nn.Embedding(6, 4)
         self.norm = nn.BatchNorm1d(4)
@@ -27,14 +21,14 @@ class Net(nn.Module):
             nn.init.constant_(parameter, fill + number)
 
 
-def state(fill: float = 1.0) -> dict[str, torch.Tensor]:
+def state(fill=1.0):
     return Net(fill).state_dict()
 
 
 PARAMETERS = [name for name, _ in Net().named_parameters()]
 
 
-def adam(model: nn.Module | None = None) -> dict[str, Any]:
+def adam(model=None):
     model = model or Net()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -43,11 +37,11 @@ def adam(model: nn.Module | None = None) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-def names(checkpoint: Checkpoint, role: str, group: str = "") -> list[str]:
+def names(checkpoint, role, group=""):
     return [ref.name for ref in checkpoint if (ref.role, ref.group) == (role, group)]
 
 
-def save(tmp_path: Path, content: object) -> Path:
+def save(tmp_path, content):
     torch.save(content, tmp_path / "c.pt")
     return tmp_path / "c.pt"
 
@@ -181,13 +175,13 @@ def test_megatrons_window_is_larger_than_its_counter(tmp_path, args, interval):
         assert [s.growth_interval for s in checkpoint.scalers] == [interval]
 
 
-def adafactor(p: torch.Tensor) -> dict[str, torch.Tensor]:
+def adafactor(p):
     if p.dim() < 2:
         return {"exp_avg_sq": torch.ones_like(p)}
     return {"exp_avg_sq_row": torch.ones(p.shape[:-1]), "exp_avg_sq_col": torch.ones(p.shape[:-2] + p.shape[-1:])}
 
 
-OTHERS: dict[str, tuple[Any, dict[str, str]]] = {
+OTHERS = {
     "8-bit": (
         lambda p: {"state1": p.to(torch.uint8), "absmax1": torch.ones(1), "qmap1": torch.ones(256), "step": 4},
         {"state1": "moment", "absmax1": "moment", "qmap1": "other"},
@@ -227,7 +221,7 @@ def test_torchs_adafactor_is_named_by_its_factors(tmp_path):
 class Packed:
     """A quantised weight of some library: an object that holds its integers and their scales."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.int_data = torch.zeros(4, 4, dtype=torch.int8)
         self.scale = torch.ones(4)
 

@@ -12,7 +12,7 @@ SCALER = {"scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_in
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate = nn.Parameter(torch.ones(4))  # the Trainer's rule decays it, one by shapes does not
         self.embed = nn.Embedding(10, 4)
@@ -21,7 +21,7 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 10)
 
 
-def trained(model: nn.Module, make_optimizer) -> dict:
+def trained(model, make_optimizer):
     """State of an optimizer after one step in which parameter number n (of named_parameters) got the gradient n + 1."""
     optimizer = make_optimizer(model)
     for number, parameter in enumerate(model.parameters(), start=1):
@@ -31,7 +31,7 @@ def trained(model: nn.Module, make_optimizer) -> dict:
     return optimizer.state_dict()
 
 
-def check_names(path, model: nn.Module, entry: str, factor: float) -> int:
+def check_names(path, model, entry, factor):
     """Every named moment must hold the gradient of the parameter that it is named after; how many are named."""
     expected = {name: float(number) for number, (name, _) in enumerate(model.named_parameters(), start=1)}
     named = 0
@@ -44,7 +44,7 @@ def check_names(path, model: nn.Module, entry: str, factor: float) -> int:
     return named
 
 
-def by_dimension(model: nn.Module) -> torch.optim.Optimizer:
+def by_dimension(model):
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2]},
@@ -53,7 +53,7 @@ def by_dimension(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-def as_the_trainer_does(model: nn.Module) -> torch.optim.Optimizer:
+def as_the_trainer_does(model):
     named = list(model.named_parameters())
     decayed = {n for n, _ in named if not n.endswith("bias") and "norm" not in n}
     return torch.optim.AdamW(

@@ -7,7 +7,6 @@ import shutil
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -21,21 +20,21 @@ FIXTURES = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (3, 5), "b.bias": (3,)}
 
 
-def values(offset: float = 0.0) -> dict[str, torch.Tensor]:
+def values(offset=0.0):
     """A tensor for each parameter in which every element is its own number."""
     numbers = torch.arange(38.0) + offset
     parts = numbers.split([15, 5, 15, 3])
     return {name: part.reshape(shape) for (name, shape), part in zip(SHAPES.items(), parts, strict=True)}
 
 
-def flatten(named: dict[str, torch.Tensor], order: list[str], ranks: int) -> list[torch.Tensor]:
+def flatten(named, order, ranks):
     """One partition for each rank, as stage_1_and_2.py lays them out, the last ones' padding cut off."""
     flat = torch.cat([named[name].flatten() for name in order])
     size = 2 * -(-flat.numel() // (2 * ranks))
     return [flat[rank * size : (rank + 1) * size] for rank in range(ranks)]
 
 
-def write_zero2(folder: Path, *, ranks: int = 3, **options: Any) -> Path:
+def write_zero2(folder, *, ranks=3, **options):
     """A folder of ZeRO 2 with one group, after DeepSpeed 0.19.8's source.
 
     Options: `order` of the parameters in the flat group, `elastic`, `padded` moments, `config`,
@@ -77,7 +76,7 @@ def write_zero2(folder: Path, *, ranks: int = 3, **options: Any) -> Path:
     return folder
 
 
-def found(path: Path, role: str, group: str, entry: str | None = None) -> dict[str, torch.Tensor]:
+def found(path, role, group, entry=None):
     with open_checkpoint(path) as checkpoint:
         return {
             ref.name: ref.stored.load()
@@ -86,7 +85,7 @@ def found(path: Path, role: str, group: str, entry: str | None = None) -> dict[s
         }
 
 
-def same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+def same(got, wanted):
     return got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
@@ -140,7 +139,7 @@ def test_what_does_not_add_up_keeps_the_names_of_ranks_and_is_not_loaded(tmp_pat
         optimizer.load_state_dict(loaded.optimizer or {})
 
 
-def as_deepspeed(monkeypatch, name: str, fields: dict[str, Any]) -> object:
+def as_deepspeed(monkeypatch, name, fields):
     """An object that pickles under the name of DeepSpeed's class."""
     module = ModuleType("deepspeed.runtime.fp16.loss_scaler")
     kind = type(name, (), {"__module__": module.__name__})

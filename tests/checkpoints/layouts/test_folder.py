@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,11 +14,8 @@ from ampdoctor.workflows import scan as scan_workflow
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_against import compare
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def write(folder: Path, shards: dict[str, list[str]], index: dict[str, str] | None = None) -> Path:
+def write(folder, shards, index=None):
     for shard, names in shards.items():
         save_file({name: torch.full((2,), float(len(name))) for name in names}, folder / shard)
     if index is not None:
@@ -27,7 +23,7 @@ def write(folder: Path, shards: dict[str, list[str]], index: dict[str, str] | No
     return folder
 
 
-def name_of(number: int, total: int = 3) -> str:
+def name_of(number, total=3):
     return f"model-{number:05d}-of-{total:05d}.safetensors"
 
 

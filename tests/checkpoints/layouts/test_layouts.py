@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,17 +15,12 @@ from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
-
 FOLDER = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 SPLIT = frozenset({"megatron_old", "fsdp1_rank_files", "fsdp2_rank_files"})
 """Layouts whose files are not joined: each rank's piece is a tensor by itself."""
 
 
-def cases() -> list[Any]:
+def cases():
     found = []
     for told in sorted((FOLDER / "expected").glob("*.json")):
         layout = json.loads(told.read_text(encoding="utf-8"))
@@ -38,7 +32,7 @@ def cases() -> list[Any]:
     return found
 
 
-def compare(refs: Iterable[TensorRef], truth: dict[str, Any]) -> None:
+def compare(refs, truth):
     """Each tensor once, by name, with its shape, dtype and values."""
     found = {ref.name: ref for ref in refs}
     assert found.keys() == truth.keys()
@@ -46,7 +40,7 @@ def compare(refs: Iterable[TensorRef], truth: dict[str, Any]) -> None:
         check(found[name], facts)
 
 
-def check(ref: TensorRef, facts: dict[str, Any]) -> None:
+def check(ref, facts):
     assert ref.shape == tuple(facts["shape"]), ref.name
     assert str(ref.dtype) == f"torch.{facts['dtype']}", ref.name
     values = ref.stored.load().double()
@@ -55,7 +49,7 @@ def check(ref: TensorRef, facts: dict[str, Any]) -> None:
     assert values.sum().item() == pytest.approx(facts["sum"], rel=1e-12, abs=1e-12), ref.name
 
 
-def check_unordered(refs: list[TensorRef], rows: list[dict[str, Any]]) -> None:
+def check_unordered(refs, rows):
     """Beside weights in safetensors, which sorts them, a moment has its parameter's name or none, never another's."""
     expected = {(row["parameter"], row["entry"]): row for row in rows}
     assert len(refs) == len(expected)
@@ -64,7 +58,7 @@ def check_unordered(refs: list[TensorRef], rows: list[dict[str, Any]]) -> None:
             check(ref, expected[ref.name, ref.entry])
 
 
-def check_summary(checkpoint: Checkpoint) -> None:
+def check_summary(checkpoint):
     """What a scan says of each tensor, read in blocks, is what the loaded tensor says."""
     loaded = {(ref.name, ref.entry, ref.group, ref.file): ref.stored for ref in checkpoint}
     for tensor in summarize(checkpoint).tensors:
@@ -73,7 +67,7 @@ def check_summary(checkpoint: Checkpoint) -> None:
         assert tensor.examined == values.numel(), tensor.name
 
 
-def check_moments(refs: list[TensorRef], rows: list[dict[str, Any]]) -> None:
+def check_moments(refs, rows):
     """By parameter and entry; a counter that the truth does not tell for each parameter is no moment of one."""
     expected = {(row["parameter"], row["entry"]): row for row in rows}
     told = {entry for _, entry in expected}
@@ -84,7 +78,7 @@ def check_moments(refs: list[TensorRef], rows: list[dict[str, Any]]) -> None:
         check(ref, expected[key])
 
 
-def check_scaler(checkpoint: Checkpoint, truth: dict[str, Any] | None) -> None:
+def check_scaler(checkpoint, truth):
     if truth is None:
         assert checkpoint.scalers == ()
         return
@@ -151,7 +145,7 @@ def test_the_files_of_fsdp_ranks_are_read_one_by_one(layout):
             check_ranks([ref for ref in refs if ref.role == "moment"], rows, entry)
 
 
-def check_ranks(refs: list[TensorRef], truth: dict[str, Any], entry: str) -> None:
+def check_ranks(refs, truth, entry):
     named = [ref for ref in refs if not entry or ref.entry == entry]
     assert {ref.name for ref in named} == truth.keys()
     for name, facts in truth.items():

@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from ampdoctor.errors import CheckpointError
 FOLDER = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 
 
-def tiny_net() -> nn.Module:
+def tiny_net():
     """The model that the checkpoints were made from."""
     spec = importlib.util.spec_from_file_location("layouts_tiny", FOLDER / "tiny.py")
     module = importlib.util.module_from_spec(spec)
@@ -28,17 +27,17 @@ def tiny_net() -> nn.Module:
     return module.TinyNet()
 
 
-def truth_of(layout: str, path: str) -> dict[str, Any]:
+def truth_of(layout, path):
     told = json.loads((FOLDER / "expected" / f"{layout}.json").read_text(encoding="utf-8"))
     return next(row for row in told["checkpoints"] if row["path"] == path)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def matrices_first(kind: type[torch.optim.Optimizer], **settings: Any) -> Any:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
+def matrices_first(kind, **settings):
+    def make(model):
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.dim() > 1]},
@@ -49,7 +48,7 @@ def matrices_first(kind: type[torch.optim.Optimizer], **settings: Any) -> Any:
     return make
 
 
-def check(model: nn.Module, optimizer: torch.optim.Optimizer, truth: dict[str, Any], key: str = "weights") -> None:
+def check(model, optimizer, truth, key="weights"):
     named = dict(model.named_parameters())
     for name, facts in truth[key].items():
         assert named[name].double().abs().max().item() == facts["amax"], name
