@@ -21,7 +21,7 @@ def test_a_kernel_that_is_wrong_for_one_length():
         6,
         "backward",
     )
-    assert "this kernel gives NaN where the arithmetic is finite and in range" in finding.message
+    assert "this kernel returns NaN where the result is finite and in range" in finding.message
     assert "Try another kernel" in finding.help
     tried = [finding.prescription, *finding.prescription.alternatives]
     assert any("oneDNN off" in one.detail for one in tried)

@@ -49,7 +49,7 @@ def test_a_second_step_is_named_by_run_and_is_no_step_of_its_own(tmp_path):
 
 def test_half_weights_are_named_by_run_with_their_line(tmp_path):
     done, _ = run(PUBLIC / "unscale_fp16_trainer" / "script.py", tmp_path)
-    assert "4 trained parameters are in float16, the first of them 0.weight, made so at" in done.stderr
+    assert "4 trained parameters are in fp16, the first of them 0.weight, made so at" in done.stderr
     assert "script.py:5" in done.stderr
     assert "no optimizer of torch's was stepped" not in done.stderr
     assert "scaler.scale(loss).backward()" not in done.stderr
@@ -64,7 +64,7 @@ def test_a_checkpoint_in_half_is_named_where_the_trainer_was_given_it(tmp_path, 
     report = bisect_nan(ReplayRequest(factory="finetune.py"))
     (finding,) = report.findings
     assert (finding.code, finding.where.source.file, finding.where.source.line) == ("AMP407", "finetune.py", 28)
-    assert "28 trained parameters are in float16" in finding.message
+    assert "28 trained parameters are in fp16" in finding.message
     assert "change the code at finetune.py:28" in next_step(report).said
     assert code_of(finding.prescription, setting_of(report, finding), finding.cause) == Code()
 
