@@ -26,13 +26,13 @@ from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.hooks.interfaces import OWN_TIME
 from ampdoctor.live.log.facts import grouped, launched, restarts, run_id_of_all
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.workflows.good_checkpoints import CheckpointKeeper
 from ampdoctor.workflows.output_files import refuse_of_log
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
     from ampdoctor.live.data_stats import DataStats
     from ampdoctor.live.log.step_lines import StepLines
+    from ampdoctor.workflows.good_checkpoints import CheckpointKeeper
     from ampdoctor.workflows.requests import WatchRequest
 
 
@@ -192,6 +192,8 @@ class LogOfRank:
         request = self._request
         if request.checkpoints is None:
             return
+        from ampdoctor.workflows.good_checkpoints import CheckpointKeeper  # here, because it imports torch
+
         self._keeper = keeper = CheckpointKeeper(
             Path(request.checkpoints).absolute(),
             Path(request.health),
