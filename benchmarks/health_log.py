@@ -1,8 +1,7 @@
 """How long `health` takes for a long run: `python benchmarks/health_log.py [--steps N] [--every N] [--tensors N]`.
 
-Writes a log as a watched training writes it, in files of 16 MB, and prints for the first look and for the second, which
-begins with what the first has condensed: seconds, the most memory that the process had, and what parsing the same
-bytes alone takes (`json.loads`).
+Writes a log as a watched training writes it, in files of 16 MB, and prints for a look at it: seconds, the most memory
+that the process had, and what parsing the same bytes alone takes (`json.loads`).
 """
 
 from __future__ import annotations

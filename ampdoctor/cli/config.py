@@ -238,7 +238,7 @@ def _wrong_value(place: str, expected: str, value: Any) -> UsageError:
 USES: Mapping[str, str] = {
     **dict.fromkeys(("health", "output", "save", "write-baseline"), "writes"),
     **dict.fromkeys(("batches", "loss", "model"), "runs code"),  # FILE.py:NAME or a module
-    **dict.fromkeys(("against", "baseline", "checkpoint", "config", "profile"), "reads"),
+    **dict.fromkeys(("against", "baseline", "checkpoint", "checkpoints", "config", "profile"), "reads"),
     "report": "writes forms",  # FORM=FILE
     "export": "exports",  # KIND=TARGET
     "app-dir": "runs code from",

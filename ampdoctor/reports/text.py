@@ -65,7 +65,7 @@ VERDICTS: Mapping[Verdict, str] = {
 
 _LEFT_OUT = "not judged: everything that was named is left out"  # replaces the verdict's words if nothing was listed
 _NOTHING_SEEN = "nothing sick was seen"  # replaces the verdict's words where a training was watched
-_FEW_STEPS = re.compile(r"not judged: (\d+) of (\d+) steps")
+_FEW_STEPS = re.compile(r"needs (\d+) steps, has (\d+)")
 _TRAINING = ("loss", "gradient norm")  # without these checks, a log does not show how well the training goes
 ABOUT_GRADIENTS = "(dA: of activations, dW: of weights)"
 _TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verdict's words where a log is short
@@ -133,7 +133,7 @@ def _too_few(checks: Mapping[str, str]) -> str:
     names: dict[tuple[str, str], list[str]] = {}
     for name, few in found.items():
         if few is not None:
-            names.setdefault((few[1], few[2]), []).append(f"the {name}")
+            names.setdefault((few[2], few[1]), []).append(f"the {name}")
     return ", ".join(
         f"{' and '.join(those)} {'need' if len(those) > 1 else 'needs'} {least} steps and "
         f"{'have' if len(those) > 1 else 'has'} {known}"

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +126,7 @@ class CheckpointKeeper:
         self._seen: dict[str, _Saved] | None = None  # by key; None before the first look
         self._pins: list[_Saved] = []  # the oldest first
         self._newest: _Saved | None = None  # that was pinned
+        self._refused: str | None = None  # why a checkpoint could not be copied
         self._sick = False  # the last that was scanned
         self._scan: _Scan | None = None
         self._news: deque[_News] = deque(maxlen=_MOST_NEWS)
@@ -164,18 +166,21 @@ class CheckpointKeeper:
         self._read_scan()
         self._settle()
         if self._scan is None and not self._begin_scan(ending=ending) and ending:
-            for one in [one for one in self._pins if one.failed is not None and one.health == "unknown"]:
-                self._drop(one, "unknown", self._not_kept(one))
+            for one in [one for one in self._pins if one.health == "unknown"]:
+                self._drop(one, "unknown", self._not_kept(one) if one.failed else "not kept: the training has ended")
             self._ended.set()
 
     def finish(self, timeout: float) -> None:
         """Wait, at the end of the training, for the scans that can still make a checkpoint good; `timeout` in s."""
         self._ending.set()
-        ended = False
-        with suppress(KeyboardInterrupt):  # the training is over, and only this is given up
-            ended = self._ended.wait(timeout)
-        if not ended and timeout:
+        if not self._ended.wait(timeout) and timeout:
             self._say(f"a checkpoint could not be scanned within {timeout:g} s; it is in {self._kept}")
+
+    def result(self) -> str:
+        """Returns why there is no good checkpoint, as the end of a sentence."""
+        if self._newest is None:
+            return f"no checkpoint was kept: {self._refused or f'none appeared in {self._folder}'}"
+        return f"no checkpoint is good: one takes {self._probation} clean steps after it"
 
     def close(self) -> None:
         """End the running scan."""
@@ -211,7 +216,8 @@ class CheckpointKeeper:
     def _look(self, *, ending: bool) -> None:
         self._looked = now = monotonic()
         self._before_ms, self._looked_ms = self._looked_ms, time_ns() // 1_000_000
-        there = dict(_below(self._folder, "", self._health))
+        left_out = {_place_of(self._health), _place_of(self._kept)}
+        there = dict(_below(self._folder, "", left_out))
         if self._seen is None:  # those of an earlier run are none of this one's
             self._adopt()
             self._seen = {key: self._state(found, now, pinned=True) for key, found in there.items()}
@@ -285,7 +291,7 @@ class CheckpointKeeper:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with suppress(FileNotFoundError):  # rotated away in this moment
                     os.link(self._home(one) / file, target, follow_symlinks=False)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another file system, one without links, or one that is full
             _remove(one.place)
             one.place, one.linked = None, False
 
@@ -319,9 +325,7 @@ class CheckpointKeeper:
         """Copy a checkpoint whose name may be written over; False where it has changed meanwhile."""
         held = sum(pin.bytes for pin in self._pins if not pin.linked)
         if held + one.bytes > self._most_bytes:
-            one.pinned = True
-            self._tell(one, "unknown", f"not kept: a copy of {one.bytes:,} bytes would go beyond --good-max")
-            return False
+            return self._refuse(one, f"a copy of {one.bytes:,} bytes would go beyond --good-max")
         self._parts += 1
         place = self._kept / f".{os.getpid()}-{self._parts}"
         try:
@@ -334,14 +338,22 @@ class CheckpointKeeper:
             whole = all(_stamp_of(self._home(one) / file) == stamp for file, stamp in one.files.items())
         except FileNotFoundError:
             whole = False
-        except OSError:
+        except OSError as error:
             _remove(place)
-            raise
+            return self._refuse(one, (error.strerror or str(error)).lower())
         if not whole:
             _remove(place)
             return False
         one.place = place
         return True
+
+    def _refuse(self, one: _Saved, why: str) -> bool:
+        one.pinned = True
+        self._tell(one, "unknown", f"not kept: {why}")
+        if self._refused is None:
+            self._say(f"checkpoint {one.name} is not kept: {why}")
+        self._refused = why
+        return False
 
     def _home(self, one: _Saved) -> Path:
         return (self._folder / one.name).parent
@@ -360,6 +372,8 @@ class CheckpointKeeper:
             with suppress(OSError):
                 one.place.rename(gone)
                 _remove(gone)
+        if one.name == self.good and one.health == "good" and health != "good":
+            self._point_to(max((pin for pin in self._pins if pin.health == "good"), key=_step, default=None))
         self._tell(one, health, reason)
 
     def _tell(self, one: _Saved, health: Health, reason: str) -> None:
@@ -410,8 +424,8 @@ class CheckpointKeeper:
         if health == "finite":
             self._tell(scan.of, "probation", f"finite; good after {self._probation} clean steps")
             return
-        if self._sick and not was_sick:
-            self._say(f"checkpoint {scan.of.name} is sick: {reason}")
+        if not was_sick:
+            self._say(f"checkpoint {scan.of.name} is {'sick: ' if self._sick else ''}{reason}")
         self._drop(scan.of, health, reason)
 
     def _settle(self) -> None:
@@ -423,26 +437,43 @@ class CheckpointKeeper:
                 newest = max((pin.step for pin in self._pins if pin.health == "good"), default=-1)
                 self._tell(one, "good", f"finite, and {self._probation} clean steps after it")
                 if one.step >= newest:
-                    self._point_to(one.place)
-                    self.good = one.name
-        good = sorted((one for one in self._pins if one.health == "good"), key=lambda one: one.step)
+                    self._point_to(one)
+        good = sorted((one for one in self._pins if one.health == "good"), key=_step)
         for one in good[:-_MOST_GOOD]:
             self._drop(one, "good", "replaced by newer ones")
 
     def _not_kept(self, one: _Saved) -> str:
         return f"not kept: {one.failed}, before {self._probation} clean steps"
 
-    def _point_to(self, place: Path) -> None:
+    def _point_to(self, one: _Saved | None) -> None:
         """Move the link in one step: whoever follows it finds the old checkpoint or the new one."""
+        self.good = None if one is None else one.name
         beside = self._health / f".{LAST_GOOD}-{os.getpid()}"
         beside.unlink(missing_ok=True)
-        beside.symlink_to(f"{KEPT}/{place.name}")
+        if one is None or one.place is None:
+            (self._health / LAST_GOOD).unlink(missing_ok=True)
+            return
+        beside.symlink_to(f"{KEPT}/{one.place.name}")
         beside.replace(self._health / LAST_GOOD)
         _synced(self._health)
 
 
-def _below(root: Path, inside: str, left_out: Path, depth: int = 0) -> Iterator[tuple[str, _Found]]:
-    """Yields a folder's checkpoints: folders with a number or a word in their names, and files that belong together."""
+def _step(one: _Saved) -> int:
+    return one.step
+
+
+def _place_of(folder: Path) -> tuple[int, int]:
+    """Returns what a folder is, whatever its path; (0, 0) if it is not there."""
+    with suppress(OSError):
+        seen = folder.stat()
+        return seen.st_dev, seen.st_ino
+    return 0, 0
+
+
+def _below(
+    root: Path, inside: str, left_out: AbstractSet[tuple[int, int]], depth: int = 0
+) -> Iterator[tuple[str, _Found]]:
+    """Yields a folder's checkpoints: folders with a number or a word in the name, and files that belong together."""
     by_key: dict[str, _Found] = {}
     try:
         entries = sorted(os.scandir(root / inside), key=lambda one: one.name)
@@ -450,9 +481,9 @@ def _below(root: Path, inside: str, left_out: Path, depth: int = 0) -> Iterator[
         return
     for entry in entries:
         path, name = Path(entry.path), str(Path(inside, entry.name))
-        if entry.name.startswith(".") or entry.is_symlink() or path == left_out:
+        folder = entry.is_dir(follow_symlinks=False)
+        if entry.name.startswith(".") or entry.is_symlink() or (folder and _place_of(path) in left_out):
             continue
-        folder = entry.is_dir()
         moment, alias = moment_of(entry.name, folder=folder), alias_of(entry.name, folder=folder)
         if folder and moment is None and alias is None:
             if depth < _DEEPEST:

@@ -205,16 +205,24 @@ class LogOfRank:
         name = "the keeping of checkpoints"
         self.log.listen(keeper.add, name=name, idle=keeper.idle, end=keeper.close, dropped=keeper.close)
 
-    def finish_scans(self, error: BaseException | None) -> None:
-        """Wait, at the end of a training, for the scans that can still make a checkpoint good."""
+    def finish_scans(self, error: BaseException | None) -> KeyboardInterrupt | None:
+        """Wait for the scans that can still make a checkpoint good; returns the Ctrl-C that has ended the waiting."""
         if self._keeper is not None:
             self.log.flush()
-            self._keeper.finish(0 if isinstance(error, KeyboardInterrupt) else _SCANS_S)
+            try:
+                self._keeper.finish(0 if isinstance(error, KeyboardInterrupt) else _SCANS_S)
+            except KeyboardInterrupt as interrupted:
+                self._say("the scans of the last checkpoints were interrupted")
+                return interrupted
+        return None
 
     def resume_from(self) -> str:
-        """Returns the end of a sentence that names the last good checkpoint; "" without one."""
-        good = None if self._keeper is None else self._keeper.good
-        return f"; resume from {Path(self._request.named or self._request.health, LAST_GOOD)} ({good})" if good else ""
+        """Returns the end of a sentence that names the last good checkpoint; "" where none was asked for."""
+        if self._keeper is None:
+            return ""
+        if self._keeper.good is None:
+            return f"; {self._keeper.result()}"
+        return f"; resume from {Path(self._request.named or self._request.health, LAST_GOOD)} ({self._keeper.good})"
 
 
 # -- exports while the training runs --

@@ -300,5 +300,9 @@ class WatchRequest:
             raise UsageError(f"bundle_max is {self.bundle_max} bytes: a bundle that takes nothing is bundle=False")
         if self.record_batches < 0:
             raise UsageError(f"record_batches is {self.record_batches}: it counts updates, and 0 keeps none")
-        if self.probation < 1 or self.good_max < 0:
-            raise UsageError(f"probation {self.probation} is below 1 step, or good_max {self.good_max} below 0 bytes")
+        if self.probation < 1:
+            raise UsageError(f"probation is {self.probation}: a checkpoint takes one clean step at least to be good")
+        if self.good_max < 0:
+            raise UsageError(f"good_max is {self.good_max} bytes: 0 keeps links alone")
+        if self.checkpoints is not None and Path(self.checkpoints).is_file():
+            raise UsageError(f"checkpoints is {self.checkpoints}, a file: name the folder that the training saves to")

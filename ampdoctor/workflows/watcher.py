@@ -189,9 +189,11 @@ class TrainingWatcher:
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         self._tally.ended(code_of(error))
-        self._rank.finish_scans(error)
+        interrupted = self._rank.finish_scans(error)
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
+        if interrupted is not None:
+            raise interrupted
 
     def summary(self) -> str | None:
         """Returns what was seen, in a sentence, once the log is closed; None where there was no step."""

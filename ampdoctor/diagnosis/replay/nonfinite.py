@@ -560,9 +560,9 @@ def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tupl
     kind: NonFinite = "nan" if stats.nans else "inf"
     where = Where(step=step, phase="optimizer", module=name.rpartition(".")[0], tensor=name, nonfinite=kind)
     count = f"{stats.nans + stats.infs:,}"
-    message = f"{at_step(where)}{count} values beside the model are not finite, and were after step {since}"
+    message = f"{at_step(where)}{count} values beside the model are not finite. After step {since} all were finite."
     if cast and twin is not None:
-        message += f". {BEYOND_FP16_SAID.format(name=twin[0], amax=figure(twin[1]))}."
+        message += f" {BEYOND_FP16_SAID.format(name=twin[0], amax=figure(twin[1]))}."
     evidence = {**_numbers(stats), "finite_after": since, "nonfinite_after": step}
     return _beside_finding(where, message, evidence, cast=cast)
 

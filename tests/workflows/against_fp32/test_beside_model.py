@@ -104,7 +104,7 @@ def test_run_names_an_average_that_is_lost_and_between_which_steps(tmp_path):
     done, lines = run(written(tmp_path, *HELD), tmp_path)
     assert done.returncode == 1
     assert "ampdoctor rule AMP114" in done.stderr
-    assert "was finite after step 4 and holds" in done.stderr or "was finite after step 2 and holds" in done.stderr
+    assert "After step 4 all were finite" in done.stderr or "After step 2 all were finite" in done.stderr
     (look,) = [line for line in lines if line["kind"] == "look"]
     assert look["findings"][0]["where"]["tensor"].endswith("0.bias")
 
