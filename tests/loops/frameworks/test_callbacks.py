@@ -59,11 +59,10 @@ def hf(folder, callback=None, *, model=Log, zero=(), **settings):
         max_steps=8,
         per_device_train_batch_size=2,
         report_to="none",
-        save_strategy="no",
+        **{"save_strategy": "no"} | settings,
         use_cpu=True,
         disable_tqdm=True,
         seed=3,
-        **settings,
     )
     trainer = Trainer(made, arguments, train_dataset=Rows(*zero), callbacks=[] if callback is None else [callback])
     return made, trainer
@@ -123,6 +122,24 @@ def test_a_trainer_that_raises_or_is_stopped_is_left(tmp_path):
         trainer.train()
     assert standing() is None
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_the_last_good_checkpoint_of_a_trainer_outlives_its_rotation(tmp_path):
+    from ampdoctor.integrations.hf_trainer import AmpDoctorCallback
+
+    callback = AmpDoctorCallback(folder=tmp_path / "health", checkpoints=True, probation=2, tell=lambda _: None)
+    _, trainer = hf(tmp_path, callback, save_strategy="steps", save_steps=2, save_total_limit=1)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "health" / "log.jsonl").read_text().splitlines()]
+    good = [line["step"] for line in lines if line.get("health") == "good"]
+    link = tmp_path / "health" / "last_good"
+    assert good
+    assert good[-1] <= 6
+    assert link.resolve().name == f"checkpoint-{good[-1]}"
+    assert not (tmp_path / "out" / link.resolve().name).exists()
+    _, again = hf(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(link))
+    assert again.state.global_step == 8
 
 
 def fit(package, folder, *callbacks, zero=(), steps=8):
