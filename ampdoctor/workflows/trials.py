@@ -178,7 +178,7 @@ class Trials:
         self._changed = {}
         self._settled, self._unscaled = None, False
         status, reason = self._replay(change, first, stands_in=stands_in, restores=restores)
-        if kind in _SCALES and self._unscaled:  # the change was given to nothing
+        if kind == "scaler" and self._unscaled:  # the change was given to nothing
             self._changed = {}
             status, reason = "not_run", NO_SCALER
         if status == "verified" and kind in _FOR_GOOD and first == self.step:
