@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,7 +15,10 @@ from ampdoctor.precision.casting import REDUCED
 
 
 class AutocastOverride:
-    """Every autocast region that is entered computes in `dtype` (None: is off) until `remove()`; the latest wins."""
+    """Every autocast region that is entered computes in `dtype` (None: is off), also one that names another.
+
+    It lasts until `remove()`, or as long as a `with` block around it; the latest wins.
+    """
 
     __slots__ = ("dtype",)
 
@@ -32,46 +35,62 @@ class AutocastOverride:
             if not _HOLDING and torch.autocast.__enter__ is _enter:  # else another patch wraps it
                 torch.autocast.__enter__ = _ENTER  # type: ignore[method-assign]
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _AsNamed(AutocastOverride):
+    """Every autocast region computes in the dtype that it names."""
+
+    __slots__ = ()
+
 
 _HOLDING: list[AutocastOverride] = []
 _ENTER = torch.autocast.__enter__
 
 
+def computes_in(region: torch.autocast) -> torch.dtype | None:
+    """The dtype that an autocast region computes in if it is entered now; None: it is off."""
+    if not region._enabled:
+        return None
+    dtype: torch.dtype = region.fast_dtype
+    if not _HOLDING or dtype not in REDUCED or isinstance(_HOLDING[-1], _AsNamed):
+        return dtype
+    return _HOLDING[-1].dtype
+
+
 def _enter(region: Any) -> Any:
     kept = region._enabled, region.fast_dtype
-    if _HOLDING and region._enabled and region.fast_dtype in REDUCED:
-        dtype = _HOLDING[-1].dtype
-        if dtype is None:
-            region._enabled = False
-        else:
-            region.fast_dtype = dtype
+    dtype = computes_in(region)
+    region._enabled, region.fast_dtype = dtype is not None, dtype or region.fast_dtype
     try:
         return _ENTER(region)  # type: ignore[no-untyped-call]
     finally:
         region._enabled, region.fast_dtype = kept
 
 
-@contextmanager
-def without_overrides() -> Iterator[None]:
-    """Regions compute in the dtype that they name, despite overrides outside (a change that was applied)."""
-    kept = _HOLDING[:]
-    _HOLDING.clear()
-    try:
-        yield
-    finally:
-        _HOLDING[:] = [*kept, *_HOLDING]
-        if _HOLDING:
-            torch.autocast.__enter__ = _enter  # type: ignore[method-assign]  # the last one inside took it off
+def without_overrides() -> AutocastOverride:
+    """A context in which regions compute in the dtype that they name, despite overrides outside (a change applied).
+
+    Autocast stays patched inside, also without an override: user code runs between patches that come and go (CUDA's
+    emulation), and a change that it applies there must last.
+    """
+    return _AsNamed(None)
 
 
-@contextmanager
-def override_autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    """Every autocast region that is entered inside computes in `dtype`, also one that names fp16; None: all are off."""
-    override = AutocastOverride(dtype)
-    try:
-        yield
-    finally:
-        override.remove()
+def overrides() -> Callable[[], None]:
+    """Returns a function that removes the overrides which were added since."""
+    before = _HOLDING[:]
+
+    def restore() -> None:
+        for override in _HOLDING[::-1]:
+            if override not in before:
+                override.remove()
+
+    return restore
 
 
 # -- fp32 in place of casts to half in user code: for a reference that is fp32 throughout --

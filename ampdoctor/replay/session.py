@@ -24,7 +24,7 @@ from ampdoctor.hooks.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.hooks.process_state import RandomState, no_anomaly_mode, no_fast_path
 from ampdoctor.hooks.scaler_events import StepEvents
 from ampdoctor.precision.casting import REDUCED, CastInputs, TemporaryCast, cast_model, master_weights
-from ampdoctor.precision.dtype_overrides import UpcastHalf, WideNumbers, override_autocast
+from ampdoctor.precision.dtype_overrides import AutocastOverride, UpcastHalf, WideNumbers
 from ampdoctor.precision.spec import Precision, as_plain_linears
 from ampdoctor.replay.batches import BatchBuffer
 from ampdoctor.replay.frameworks.accelerate import shared_states
@@ -356,7 +356,7 @@ class Session:
                 stack.enter_context(WideNumbers())
                 stack.enter_context(UpcastHalf())
             if self._overridden:
-                stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
+                stack.enter_context(AutocastOverride(self.precision.dtype if self.precision.reduced else None))
             yield
 
     def lead_up(self, steps: Iterable[EarlierStep]) -> None:

@@ -25,6 +25,7 @@ from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.torch_internals import default_device, reset_default_device
 from ampdoctor.precision.casting import HALVES
+from ampdoctor.precision.dtype_overrides import overrides
 from ampdoctor.replay.python_state import Reached
 from ampdoctor.replay.tensor_store import TensorStore, Values
 from ampdoctor.replay.user_code import user_code
@@ -130,6 +131,7 @@ def process_settings() -> Callable[[], None]:
         partial(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn_only),
         partial(torch.set_grad_enabled, torch.is_grad_enabled()),
         partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+        overrides(),
     ]
     for kind in ("cpu", "cuda"):
         settings.append(partial(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)))

@@ -27,7 +27,7 @@ from ampdoctor.probes.op_overrides import How, Intervention, OwnOps, UserLine, a
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import rescaled
 from ampdoctor.workflows.repairs import fix_scaler_misuse, repair
-from ampdoctor.workflows.trials import SHOWN, first_cure
+from ampdoctor.workflows.trials import NO_SCALER, SHOWN, first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.trace import NonFiniteOrigin
@@ -286,9 +286,12 @@ def fresh_scaler(trials: Trials) -> Prescription | None:
 
 def _scalers(trials: Trials) -> Iterator[Prescription]:
     for scale in SCALES:
-        yield trials.attempt(
+        tried = trials.attempt(
             "scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={exact(scale)})"
         )
+        yield tried
+        if tried.reason == NO_SCALER:  # at no scale, then
+            return
 
 
 def underflow_cure(trials: Trials, session: Session) -> Prescription:

@@ -33,7 +33,7 @@ from ampdoctor.workflows.profile import (
 from ampdoctor.workflows.replay_under_change import Observed, Then
 from ampdoctor.workflows.requests import keep_all
 from ampdoctor.workflows.scale_findings import Judgement, Replays, judge
-from ampdoctor.workflows.trials import proof_of, proof_section
+from ampdoctor.workflows.trials import NO_SCALER, proof_of, proof_section
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.run_facts import PrecisionAdvice
@@ -302,7 +302,7 @@ class _Recommendation:
             scales = now.scaled or self.replays.session.run.step is None  # our own step scales
             if scales or self.ranges.run.base_scale != 1.0 or then().scaled or then().failure is not None:
                 return now, then, None
-            unusable = "the step does not use the scaler that it is given"
+            unusable = NO_SCALER
         self.skipped.append(Skipped(what="replay with the recommended scaler", reason=unusable))
         return now, lambda: None, unusable
 

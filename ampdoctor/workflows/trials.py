@@ -116,6 +116,7 @@ significant bits, but its direction is there; an error of 1 is that of no gradie
 
 NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
 UNPROVABLE = "the failure does not come back when the step is run again, so a clean replay would prove nothing"
+NO_SCALER = "the step uses no scaler, so none was tried, and adding a GradScaler by hand is untested"
 NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
 
 SHOWN = ("verified", "intervention")
@@ -157,6 +158,7 @@ class Trials:
     _referenced: bool = field(default=False, init=False)
     _too_high: float | None = field(default=None, init=False)
     _settled: float | None = field(default=None, init=False)
+    _unscaled: bool = field(default=False, init=False)  # the bad step ran to its end without a scaled loss
     _changed: dict[int, ReplayedStep] = field(default_factory=dict, init=False)
     _fp32: tuple[ReplayedStep, ...] = field(default=(), init=False)
 
@@ -174,8 +176,11 @@ class Trials:
         """Replay with a change and decide whether it cures; `stands_in` for one that only the user can make."""
         first = self.step if from_step is None else from_step
         self._changed = {}
-        self._settled = None
+        self._settled, self._unscaled = None, False
         status, reason = self._replay(change, first, stands_in=stands_in, restores=restores)
+        if kind == "scaler" and self._unscaled:  # the change was given to nothing
+            self._changed = {}
+            status, reason = "not_run", NO_SCALER
         if status == "verified" and kind in _FOR_GOOD and first == self.step:
             broken = self._breaks_earlier(change)
             status, reason = ("verified", None) if broken is None else ("worse", broken)
@@ -313,6 +318,7 @@ class Trials:
                     break
                 self.replays += step == self.step
                 outcome = session.step(step)
+                self._unscaled |= step == self.step and all(event.kind != "scale" for event in outcome.events)
                 self._changed[step] = replayed(outcome, nonfinite_probe.report.affected, gradients.gradients)
                 lost = outcome.loses_updates
                 if lost and all(target.startswith("grad:") for target in nonfinite_probe.report.affected):

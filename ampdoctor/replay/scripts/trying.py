@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards
 from ampdoctor.precision.casting import HALVES
+from ampdoctor.precision.dtype_overrides import computes_in
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.reachable_state import cell_contents
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
@@ -132,8 +133,9 @@ def _told_of_regions(tell: Callable[[torch.dtype], None]) -> AbstractContextMana
     original = torch.autocast.__enter__
 
     def enter(region: Any) -> Any:
-        if region._enabled:  # noqa: SLF001 torch has no public name for it
-            tell(region.fast_dtype)
+        dtype = computes_in(region)
+        if dtype is not None:
+            tell(dtype)
         return original(region)  # type: ignore[no-untyped-call]
 
     return replaced(torch.autocast, "__enter__", enter)

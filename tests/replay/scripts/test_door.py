@@ -460,3 +460,39 @@ def test_a_script_that_trains_on_the_cpu_is_not_moved_to_a_gpu(write):
         replay.device = torch.device("cuda")  # as `--device auto` chooses on a machine that has one
         with pytest.raises(FactoryError, match=r"train\.py trains on the CPU, .* give --device cpu"):
             replay.session()
+
+
+APPLIED = """
+import ampdoctor
+ampdoctor.apply(model, {{"kind": "dtype", "value": "{dtype}"}})
+def step(model, optimizer):
+    optimizer.zero_grad()
+    with torch.autocast("{device}", dtype=torch.float16):
+        out = model(torch.randn(8, 4))
+    assert out.dtype is torch.{dtype}
+    out.float().pow(2).mean().backward()
+    optimizer.step()
+"""
+A_LOOP = """
+for i in range(20):
+    step(model, optimizer)
+"""
+A_FACTORY = """
+def make():
+    return ampdoctor.TrainingRun(model=model, batches=range(9), optimizer=optimizer, step=step)
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("dtype", "computed"), [("bfloat16", "bf16"), ("float32", "fp32")])
+def test_a_dtype_that_a_script_applies_is_the_replays_too(write, dtype, computed, device):
+    write(APPLIED.format(dtype=dtype, device=device) + A_LOOP)
+    outcomes, session, _ = steps_of()
+    assert (len(outcomes), session.precision.compute) == (3, computed)
+    with torch.autocast("cpu", dtype=torch.float16):  # the change has ended with the replay
+        assert torch.nn.Linear(4, 2)(torch.ones(1, 4)).dtype is torch.float16
+
+
+def test_a_dtype_that_a_factory_applies_is_the_replays_too(write):
+    write(APPLIED.format(dtype="bfloat16", device="cuda") + A_FACTORY)
+    assert len(steps_of("train.py:make")[0]) == 3

@@ -8,6 +8,7 @@ import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
+from ampdoctor.workflows.trials import NO_SCALER
 
 FILE = Path(__file__).with_name("silent_runs.py")
 
@@ -61,6 +62,45 @@ def test_flushed_gradients():
     assert (finding.code, finding.where.op, finding.where.phase) == ("AMP301", "aten._to_copy", "backward")
     assert finding.evidence["zeroed_grad_fraction"] > 0.9
     assert (finding.prescription.kind, finding.prescription.status) == ("scaler", "verified")
+
+
+UNSCALED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+def run(steps):
+    for _ in range(steps):
+        x, y = torch.randn(64, 32), torch.randint(4, (64,))
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = 1e-5 * nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+ITS_LOOP = """
+run(8)
+"""
+ITS_FACTORY = """
+def make():
+    import ampdoctor
+    step = lambda model, batch, optimizer, scaler: run(1)
+    return ampdoctor.TrainingRun(model=model, batches=range(8), optimizer=optimizer, step=step, precision="fp16")
+"""
+
+
+@pytest.mark.parametrize(("end", "target"), [(ITS_LOOP, "train.py"), (ITS_FACTORY, "train.py:make")])
+def test_a_scaler_that_the_step_does_not_use_was_not_tried(tmp_path, monkeypatch, end, target):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(UNSCALED + end)
+    report = bisect_nan(ReplayRequest(factory=target, steps=3))
+    cure = report.findings[0].prescription
+    assert (cure.kind, cure.value, cure.status) == ("dtype", "bfloat16", "verified")
+    (scaler,) = cure.alternatives
+    assert (scaler.kind, scaler.status) == ("scaler", "not_run")
+    assert scaler.reason == NO_SCALER
+    assert scaler.proof.changed == (), "what was not tried has no steps"
 
 
 def test_no_scaler_is_tried_where_it_would_refuse_the_gradients():

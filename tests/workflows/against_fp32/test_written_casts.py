@@ -6,7 +6,7 @@ from torch import nn
 
 import ampdoctor
 from ampdoctor import ReplayRequest, bisect_nan
-from ampdoctor.precision.dtype_overrides import override_autocast
+from ampdoctor.precision.dtype_overrides import AutocastOverride
 
 FILE = "tests/workflows/against_fp32/test_written_casts.py"
 
@@ -89,7 +89,7 @@ def test_an_average_that_stands_still_is_found_however_the_cast_is_written(liter
 
 
 def test_an_override_outside_and_a_caller_without_gradients_do_not_reach_a_replay():
-    with override_autocast(torch.bfloat16), torch.inference_mode():
+    with AutocastOverride(torch.bfloat16), torch.inference_mode():
         (finding,) = replay("make_run").findings
         assert finding.code == "AMP201"
         with torch.autocast("cpu", dtype=torch.float16):
