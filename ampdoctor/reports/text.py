@@ -27,13 +27,15 @@ from ampdoctor.evidence.thresholds import MovedThreshold
 
 _MOVED_FIRST = {
     "data": "the data",
+    "loss": "the loss",
+    "both": "the loss and the gradient norm, together",
     "forward": "the forward",
     "gradient": "the gradients",
     "optimizer": "the optimizer's settings",
     "scale": "the loss scale",
     "logits": "the logits",
     "weights": "the weights",
-    "hardware": "the hardware",
+    "hardware": "the time or the memory of a step",
 }
 """Words for `first` in the evidence of the rules on runs over time."""
 _PROOF: Mapping[PrescriptionStatus, str] = {
@@ -65,7 +67,7 @@ VERDICTS: Mapping[Verdict, str] = {
 
 _LEFT_OUT = "not judged: everything that was named is left out"  # replaces the verdict's words if nothing was listed
 _NOTHING_SEEN = "nothing sick was seen"  # replaces the verdict's words where a training was watched
-_FEW_STEPS = re.compile(r"not judged: (\d+) of (\d+) steps")
+_FEW_STEPS = re.compile(r"needs (\d+) steps, has (\d+)")
 _TRAINING = ("loss", "gradient norm")  # without these checks, a log does not show how well the training goes
 ABOUT_GRADIENTS = "(dA: of activations, dW: of weights)"
 _TOO_FEW = "not judged: too few steps to say what is usual"  # replaces the verdict's words where a log is short
@@ -137,7 +139,7 @@ def _too_few(checks: Mapping[str, str]) -> str:
     return ", ".join(
         f"{' and '.join(those)} {'need' if len(those) > 1 else 'needs'} {least} steps and "
         f"{'have' if len(those) > 1 else 'has'} {known}"
-        for (known, least), those in names.items()
+        for (least, known), those in names.items()
     )
 
 
