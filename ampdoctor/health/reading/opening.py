@@ -90,7 +90,6 @@ AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks
 # -- the folders below a folder that may hold logs --
 
 _LEVELS = 6  # how deep folders are searched: Hydra's `outputs/DATE/TIME/lightning_logs/name/version_0`
-_NO_ROW = "no log: it has no row with a step and a loss"
 _LISTED = 8  # files without a log that are named
 _MOST = 1000  # most folders that are searched; a data set has more
 _NO_RUNS = frozenset({"calls.safetensors", "pyvenv.cfg"})
@@ -260,21 +259,27 @@ def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
         logs = [replace(logs[0], typed=typed)]
     known = {str(one.folder.relative_to(path) / note.what) for one in logs for note in one.errors}
     unread = {name: why for name, why in refused.items() if name not in known}
-    errors = [
-        ErrorNote(what=name, kind="unreadable", message=why)
-        for name, why in unread.items()
-        if is_named_as_log(Path(name).name)
-    ]
-    known = {one.what for one in errors}
-    left = {name: f"not read as a log: {why}" for name, why in unread.items() if name not in known}
-    others.sort(key=lambda name: not is_named_as_log(Path(name).name))  # those that may have been meant come first
-    left |= dict.fromkeys(others[:_LISTED], _NO_ROW)
-    if len(others) > _LISTED:
-        left[f"{len(others) - _LISTED:,} more files"] = "no logs: they have no row with a step and a loss"
-    if budget.passed_by:
-        left[f"{len(budget.passed_by):,} other files"] = "not looked through: they are older"
-    skipped = (*(Skipped(what=name, reason=why) for name, why in left.items()), *below.skipped)
+    skipped = (*_left_out(unread, others, budget), *below.skipped)
+    errors = (ErrorNote(what=name, kind="unreadable", message=why) for name, why in unread.items() if _is_a_logs(name))
     return FoundLogs(logs=tuple(logs), skipped=skipped, errors=(*below.errors, *errors))
+
+
+def _is_a_logs(path: str) -> bool:
+    return is_named_as_log(path.rpartition("/")[2])
+
+
+def _left_out(unread: Mapping[str, str], others: Sequence[str], budget: Budget) -> Iterator[Skipped]:
+    """Yields the files that no error is about; those that may have been meant as logs come first."""
+    for name, why in unread.items():
+        if not _is_a_logs(name):
+            yield Skipped(what=name, reason=f"not read as a log: {why}")
+    for name in sorted(others, key=lambda name: not _is_a_logs(name))[:_LISTED]:
+        yield Skipped(what=name, reason="no log: it has no row with a step and a loss")
+    if len(others) > _LISTED:
+        more = f"{len(others) - _LISTED:,} more files"
+        yield Skipped(what=more, reason="no logs: they have no row with a step and a loss")
+    if budget.passed_by:
+        yield Skipped(what=f"{len(budget.passed_by):,} other files", reason="not looked through: they are older")
 
 
 def _unread_in(place: LogLocation) -> dict[str, str]:
