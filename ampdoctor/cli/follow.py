@@ -68,7 +68,7 @@ def _rate(rate: float | None, unit: str) -> str | None:
 def event_line(event: Event) -> str:
     """Returns an event in one plain line."""
     at = f"step {event.step}  " if event.step is not None else ""
-    what = event.level if event.kind == "alert" else event.kind
+    what = {"alert": event.level, "look": "looked at"}.get(event.kind, event.kind)
     return f"{at}{what}: {sanitise(event.says)}"
 
 

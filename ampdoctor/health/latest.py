@@ -209,8 +209,8 @@ def _rate(first: int | None, last: int | None, seconds: float) -> float | None:
 def _event_of(line: object) -> list[Event]:
     if isinstance(line, LookLine):
         found = line.findings[0].message if line.findings else line.reason
-        kept = f" ({line.bundle})" if line.bundle else ""
-        says = f"looked at: {line.verdict}: {found}{kept}"
+        found = found.removeprefix(f"step {line.step}: ").removeprefix(f"step {line.step}, ")  # which the event has
+        says = ": ".join(part for part in (line.verdict, found) if part) + (f" ({line.bundle})" if line.bundle else "")
         level: Level = "error" if line.verdict == "sick" else "note"
         return [Event(step=line.step, kind="look", level=level, says=says)]
     if isinstance(line, ActionLine):

@@ -27,13 +27,15 @@ from ampdoctor.evidence.thresholds import MovedThreshold
 
 _MOVED_FIRST = {
     "data": "the data",
+    "loss": "the loss",
+    "both": "the loss and the gradient norm, together",
     "forward": "the forward",
     "gradient": "the gradients",
     "optimizer": "the optimizer's settings",
     "scale": "the loss scale",
     "logits": "the logits",
     "weights": "the weights",
-    "hardware": "the hardware",
+    "hardware": "the time or the memory of a step",
 }
 """Words for `first` in the evidence of the rules on runs over time."""
 _PROOF: Mapping[PrescriptionStatus, str] = {
@@ -137,7 +139,7 @@ def _too_few(checks: Mapping[str, str]) -> str:
     return ", ".join(
         f"{' and '.join(those)} {'need' if len(those) > 1 else 'needs'} {least} steps and "
         f"{'have' if len(those) > 1 else 'has'} {known}"
-        for (known, least), those in names.items()
+        for (least, known), those in names.items()
     )
 
 

@@ -32,12 +32,12 @@ from ampdoctor.health.summary import LogSummary, OnProgress, grown_lately, look
 from ampdoctor.workflows.log_listeners import refuse_log
 from ampdoctor.workflows.requests import Progress
 
-_SIGNALS: tuple[tuple[str, CurveName, str, int], ...] = (
-    ("loss", "loss", "data", LENGTH),
-    ("gradient norm", "gradient_norm", "gradient", LENGTH),
-    ("loss scale", "loss_scale", "scale", 1),
-    ("learning rate", "learning_rate", "optimizer", LEAST),
-    ("time of a step", "step_seconds", "hardware", LENGTH),
+_SIGNALS: tuple[tuple[str, CurveName, frozenset[str], int], ...] = (
+    ("loss", "loss", frozenset({"loss", "both", "data"}), LENGTH),
+    ("gradient norm", "gradient_norm", frozenset({"gradient", "both"}), LENGTH),
+    ("loss scale", "loss_scale", frozenset({"scale"}), 1),
+    ("learning rate", "learning_rate", frozenset({"optimizer"}), LEAST),
+    ("time of a step", "step_seconds", frozenset({"hardware"}), LENGTH),
 )
 """Name, curve, what moved first in a finding about it, and the number of taken steps with it that all its rules
 need."""
@@ -261,14 +261,15 @@ def _checks(looked: LogSummary) -> Iterator[Check]:
     unplaced = _unplaced(looked.unplaced)
     result = unplaced or ("ok" if skipped < steps else f"none of {steps:,} steps was taken")
     yield Check(name="steps", result="found" if codes & _OF_STEPS else result, headroom=counts)
-    first = [finding.evidence.get("first") for finding in looked.findings]
+    first = {str(finding.evidence.get("first")) for finding in looked.findings}
     for name, curve, about, least in _SIGNALS:
         there = any(one.name == curve for run in runs for one in run.curves)
         known = max(_known(run, curve) for run in runs)
         seen = "ok" if known >= least else f"needs {least} steps, has {known}"
-        if about == "scale":
+        of_scale = curve == "loss_scale"
+        if of_scale:
             seen = unplaced or seen
-        found = about in first or (about == "scale" and not codes.isdisjoint(_OF_SCALE))
+        found = not about.isdisjoint(first) or (of_scale and not codes.isdisjoint(_OF_SCALE))
         result = "found" if found else looked.unread.get(name, seen if there else _NOT_LOGGED)
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)

@@ -135,6 +135,8 @@ def add_sick(score: Score, record: Record, alarms: Sequence[Alarm], of_twin: Seq
 def first_cause(finding: Finding) -> str | None:
     """The first cause that a finding names: data, gradient, optimizer, scale, logits, hardware."""
     said = finding.evidence.get("first")
+    if said in {"loss", "both"}:  # computed before the update: a loss that is the first to move is of an unusual batch
+        return "data"
     return said if isinstance(said, str) else None
 
 

@@ -152,3 +152,76 @@ def test_a_folder_that_may_hold_a_log_and_cannot_be_listed_leaves_nothing_health
     monkeypatch.setattr(opening, "list_folder", refuse)
     report = health([tmp_path])
     assert (report.verdict, report.complete, [one.what for one in report.errors]) == ("inconclusive", False, ["other"])
+
+
+def good_and(folder, name, text):
+    """A folder with a good log, and another file below it."""
+    table(folder / "runs" / "good" / "metrics.csv", rows(200))
+    (folder / "runs" / name).parent.mkdir(exist_ok=True)
+    (folder / "runs" / name).write_text(text)
+
+
+LOST = rows(200, lost=120, seed=1)
+AS_TABLE = "step,loss\n" + "".join(f"{row['step']},{row['loss']}\n" for row in LOST)
+AS_LINES = "".join(json.dumps(row) + "\n" for row in LOST)
+STATE = json.dumps({"global_step": 200, "log_history": LOST}, indent=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("b/train.log", AS_TABLE),
+        ("b/job.txt", AS_TABLE.replace(",", "\t")),
+        ("b/train.log.1", AS_LINES),
+        ("b/job.o123", "".join(f"step {row['step']} loss {row['loss']}\n" for row in LOST)),
+        ("b/history", AS_TABLE),
+        ("b/history.ndjson", AS_LINES),
+        ("b/state.json", STATE),
+    ],
+)
+def test_a_file_of_a_folder_is_read_that_is_read_by_its_own_name(tmp_path, monkeypatch, name, text):
+    monkeypatch.chdir(tmp_path)
+    good_and(tmp_path, name, text)
+    assert where(health([f"runs/{name}"])) == [("AMP722", f"runs/{name}")]
+    assert [(code, file) for code, file in where(health(["runs"]))] == [("AMP722", "runs/b")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("b/metrics.csv", "", "metrics.csv is empty."),
+        ("b/metrics.csv", "step,loss\n", "metrics.csv has no row."),
+        ("b/log.jsonl", "", "log.jsonl is empty."),
+        ("b/log.jsonl", "no line of a log\n", "log.jsonl has no row."),
+        ("b/log.rank1.jsonl", "", "log.rank1.jsonl is empty."),
+        ("b/run.json", '{"run_id": "a"}', "log.jsonl cannot be found beside run.json."),
+        ("b/trainer_state.json", "", "trainer_state.json is not valid JSON."),
+        ("b/run-x.wandb", "", "run-x.wandb does not begin as the file of a W&B run."),
+    ],
+)
+def test_nothing_is_healthy_beside_a_log_without_content(tmp_path, monkeypatch, name, text, why):
+    monkeypatch.chdir(tmp_path)
+    good_and(tmp_path, name, text)
+    report = health(["runs"])
+    assert (report.verdict, report.complete, [one.message for one in report.errors]) == ("inconclusive", False, [why])
+    with pytest.raises(CheckpointError, match=why):
+        health(["runs/b"])
+
+
+def test_the_empty_log_of_another_rank_leaves_nothing_healthy(tmp_path):
+    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 200)])
+    assert health([tmp_path]).verdict == "healthy"
+    (tmp_path / "log.rank1.jsonl").write_text("")
+    report = health([tmp_path])
+    assert (report.verdict, [one.what for one in report.errors]) == ("inconclusive", ["log.rank1.jsonl"])
+
+
+def test_tables_of_other_things_are_left_out_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good_and(tmp_path, "b/metrics.csv", "step,test_accuracy\n10,0.9\n")
+    for at in range(9):
+        (tmp_path / "runs" / "good" / f"prices{at}.csv").write_text("day,price\n1,2\n")
+    report = health(["runs"])
+    assert (report.verdict, report.complete) == ("healthy", True)
+    assert len(report.skipped) == 9
+    assert {one.what for one in report.skipped} >= {"b/metrics.csv", "good/prices0.csv", "2 more files"}

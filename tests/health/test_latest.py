@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ampdoctor.cli.follow import event_line
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import (
     ActionLine,
@@ -108,7 +109,9 @@ def test_an_alert_is_told_once_whoever_has_judged():
 
 def test_what_happens_is_said_in_a_sentence():
     log = Log()
-    finding = Finding(code="AMP201", name="n", severity="error", where=Where(phase="forward"), message="Inf is born.")
+    finding = Finding(
+        code="AMP201", name="n", severity="error", where=Where(phase="forward"), message="step 3: Inf is born."
+    )
     happened = log.put(
         LookLine(step=3, verdict="sick", findings=(finding,), bundle="bundle-3"),
         ActionLine(step=3, action="stop", reason="it was asked for"),
@@ -116,8 +119,9 @@ def test_what_happens_is_said_in_a_sentence():
         EndLine(exit_code=1, reason="StoppedError"),
     )
     assert [(event.kind, event.level, event.says) for event in happened] == [
-        ("look", "error", "looked at: sick: Inf is born. (bundle-3)"),
+        ("look", "error", "sick: Inf is born. (bundle-3)"),
         ("action", "warning", "stop: it was asked for"),
         ("checkpoint", "good", "a.pt is good"),
         ("end", "error", "the training has ended with code 1 (StoppedError)"),
     ]
+    assert event_line(happened[0]) == "step 3  looked at: sick: Inf is born. (bundle-3)"

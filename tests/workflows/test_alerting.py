@@ -46,7 +46,7 @@ def test_an_alert_is_a_line_a_sentence_and_a_call(tmp_path, caplog):
     alert, *later = [line for line in lines if isinstance(line, AlertLine)]
     assert {line.finding.code for line in later} <= {"AMP724", "AMP741"}  # what the step has done to the training
     assert (alert.step, alert.finding.code, alert.finding.severity) == (SICK, "AMP720", "warning")
-    assert alert.finding.evidence["first"] == "data"
+    assert alert.finding.evidence["first"] == "both"
     assert [f.code for f in heard] == [line.finding.code for line in (alert, *later)]
     said, *_ = [record.message for record in caplog.records]
     assert said.startswith(f"warning AMP720 at step {SICK}: ")
@@ -153,4 +153,4 @@ def test_a_short_run_that_climbs_is_told_and_its_twin_is_not(tmp_path, monkeypat
     report = health([tmp_path / "log"])
     assert report.verdict == ("sick" if told else "healthy")
     said = {check.name: check.result for check in report.checks}
-    assert said["loss"] == "needs 128 steps, has 120"
+    assert said["loss"] == ("found" if told else "needs 128 steps, has 120")

@@ -21,8 +21,8 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 # -- the finding of a rule on steps or tensors --
 
 
-First = Literal["data", "forward", "gradient", "optimizer", "scale", "logits", "weights", "hardware"]
-"""What moved first."""
+First = Literal["data", "loss", "both", "forward", "gradient", "optimizer", "scale", "logits", "weights", "hardware"]
+"""What moved first; `both` are the loss and the gradient norm in one step."""
 TENSOR = "{tensor}"  # placeholder for the worst tensor's name in a rule's message
 
 

@@ -88,7 +88,7 @@ def gradient_jump(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
     usual = course.usual
     both = of_norm and loss is not None and moment.loss_above >= least
     first = moment.first()
-    blamed = ": look at the batch, and at the update before it" if first == "data" else ""
+    blamed = ": look at the batch, and at the update before it" if first in {"data", "loss", "both"} else ""
     too = f". The loss is unusual in the same step{blamed}" if both else ""
     times = f", {figure(value / usual)} times the usual {usual:.3g}" if usual > 0 else f"; {usual:.3g} is usual"
     finding = GRADIENT_JUMP.finding(
@@ -133,13 +133,14 @@ def _climbs_at_first(moment: StepState, thresholds: Thresholds) -> Sequence[Find
     )
     both = of_loss and norm >= thresholds[CLIMBS_AT_FIRST_NORM]
     too = f", and the gradient norm {norm:.3g} times" if of_loss and norm >= thresholds[CLIMBS_AT_FIRST_LOSS] else ""
+    together = "both" if too else "loss"
     finding = CLIMBS_AT_FIRST.finding(
         "error" if both else "warning",
         f"The {what} of the last {steps} steps is {figure(times * first)}, {figure(times)} times that of the first "
         f"{FIRST} ({figure(first)}){too}.",
         where=Where(step=moment.line.step, phase="loss" if of_loss else "backward"),
         evidence={
-            "first": "optimizer" if moment.first() == "optimizer" else "data" if of_loss and not too else "gradient",
+            "first": "optimizer" if moment.first() == "optimizer" else together if of_loss else "gradient",
             "loss_times": loss,
             "norm_times": norm,
             "first_loss": _known(moment.first_losses.first),
@@ -207,7 +208,7 @@ def _level_shifts(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
         f"In robust deviations over up to {SPANS[-1]} steps: loss {loss:+.1f}, gradient norm {norm:+.1f}.",
         where=Where(step=moment.line.step, phase="backward" if norm > loss else "loss"),
         evidence={
-            "first": moment.first("gradient" if norm > loss else "data"),
+            "first": moment.first("both" if worst == of_both else "gradient" if norm > loss else "loss"),
             "loss_lift": loss,
             "norm_lift": norm,
             "latest": course.latest,
@@ -264,7 +265,7 @@ def _descent_lost(moment: StepState, thresholds: Thresholds) -> Sequence[Finding
         f"{share:.0%} of the fall from {figure(descent.fallen_from)} is lost.",
         where=Where(step=moment.line.step, phase="loss"),
         evidence={
-            "first": moment.first("data"),
+            "first": moment.first("loss"),
             "usual": usual,
             "lowest": descent.lowest,
             "highest": descent.fallen_from,

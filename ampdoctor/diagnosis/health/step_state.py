@@ -296,7 +296,7 @@ _SAID = {
     "schedule": "optimizer",
     "batch": "data",
     "forward": "forward",
-    "loss": "data",
+    "loss": "loss",
     "gradient": "gradient",
     "scale": "scale",
 }
@@ -471,8 +471,8 @@ class StepState:
     def first(self, otherwise: str = "gradient", since: int | None = None) -> str:
         """Returns what left the usual first, among the departures up to this step, or `since`, and shortly before.
 
-        A loss is computed before the step's update: where loss and gradient depart together, the batch was new. A loss
-        scale falls after an overflow, and so after a drift towards it that was seen before.
+        A batch that is to blame is said only where the log shows it. A loss scale falls after an overflow, and so
+        after a drift towards it that was seen before.
         """
         began = self.line.step if since is None else since
         seen = {what: at for what, at in self.departed.items() if began - at <= _LOOK_BACK}
@@ -481,7 +481,8 @@ class StepState:
         earliest = min(seen.values())
         if "scale" in seen and self.drift is not None and self.drift[0] < earliest and began - self.drift[1] < EPISODE:
             return "logits"
-        return next(said for what, said in _SAID.items() if seen.get(what) == earliest)
+        said = next(said for what, said in _SAID.items() if seen.get(what) == earliest)
+        return "both" if said == "loss" and seen.get("gradient") == earliest else said
 
     def ends(self, end: EndLine) -> None:
         """Ends the log: what no later step decided is judged as it is."""

@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.json_files import BYTE_ORDER_MARK
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.log_text import kind_of
+from ampdoctor.evidence.paths import rank_and_number
 
 MAX_LINE = 1024 * 1024
 """Maximum number of characters of a line; no log has longer ones."""
@@ -84,6 +86,22 @@ class SkippedLines:
 def is_log(name: str) -> bool:
     """Whether a file of this name is a log that is read here."""
     return name in {"metrics.csv", "log.txt", "logs.txt"} or name.endswith(".jsonl")
+
+
+_OUTPUT_SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
+_OUTPUTS = frozenset({"log", "stdout", "stderr", "output"})
+_NUMBER = re.compile(r"[._-]?\d+$")  # of a rotated file (`train.log.1`), a job (`job.o123`) or a process (`stdout_3`)
+
+
+def is_output(name: str) -> bool:
+    """Whether a file of this name may be the output of a job."""
+    unnumbered = Path(_NUMBER.sub("", name))
+    return unnumbered.name in _OUTPUTS or unnumbered.suffix in _OUTPUT_SUFFIXES
+
+
+def is_named_as_log(name: str) -> bool:
+    """Whether only a log has this name: where such a file cannot be read, no other log shows that all is well."""
+    return name in {"metrics.csv", "trainer_state.json"} or name.endswith(".wandb") or rank_and_number(name) is not None
 
 
 def thinned(items: Iterable[_Item], limit: int) -> list[_Item]:

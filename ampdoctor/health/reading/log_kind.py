@@ -314,7 +314,7 @@ class Budget:
     """Limits how much is read while a log is searched."""
 
     left: int = LOOKED_THROUGH  # bytes
-    passed_by: int = 0  # files that were not read because nothing was left
+    passed_by: set[Path] = field(default_factory=set)  # files that were not read because nothing was left
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.json_records import DuplicateKeyError
 from ampdoctor.evidence.log_records import SCHEMA_VERSION, EndLine, LogRecord, StepLine
 from ampdoctor.evidence.log_text import parse_lines
-from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
+from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, run_name, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, begins_run_log, lines_in
+from ampdoctor.health.reading.log_files import HEAD, MAX_BYTES, begins_run_log, is_log, is_named_as_log, lines_in
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, LogLocation, ReadIssues
 from ampdoctor.health.reading.other_logs import ANY_TABLE, LIGHTNING, TENSORBOARD, TRANSFORMERS, WANDB
 from ampdoctor.health.reading.printed_outputs import CONSOLE, DEEPSPEED, MEGATRON
@@ -44,7 +44,7 @@ def _lacks(place: LogLocation) -> Iterator[ErrorNote | Skipped]:
         for name in names:
             if name in place.refused:
                 yield ErrorNote(what=name, kind="unreadable", message=place.refused[name])
-            elif name != log_name(rank) and not place.head(name, 1):
+            elif (name != log_name(rank) or names == [name]) and not place.head(name, 1):
                 yield ErrorNote(what=name, kind="truncated", message=f"{name} is empty: its lines are lost.")
         yield from _missing(rank, names)
 
@@ -90,6 +90,7 @@ AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks
 # -- the folders below a folder that may hold logs --
 
 _LEVELS = 6  # how deep folders are searched: Hydra's `outputs/DATE/TIME/lightning_logs/name/version_0`
+_LISTED = 8  # files without a log that are named
 _MOST = 1000  # most folders that are searched; a data set has more
 _NO_RUNS = frozenset({"calls.safetensors", "pyvenv.cfg"})
 """Files in a step that `ampdoctor run` has recorded, and in a virtual environment."""
@@ -221,7 +222,7 @@ class FoundLogs:
 
     logs: tuple[FoundLog, ...]  # the first is the one that --follow shows
     skipped: tuple[Skipped, ...] = ()  # other possible logs, which are not read
-    errors: tuple[ErrorNote, ...] = ()  # folders that may hold a log and cannot be listed
+    errors: tuple[ErrorNote, ...] = ()  # logs by their names, and folders that may hold one, which cannot be read
 
 
 def find_log(path: str | os.PathLike[str]) -> FoundLog:
@@ -229,7 +230,8 @@ def find_log(path: str | os.PathLike[str]) -> FoundLog:
     found = find_logs(path)
     first, *others = found.logs
     names = [_beside(first, other, Path(path)) for other in others]
-    return replace(first, typed=os.fspath(path), skipped=(*first.skipped, *names, *found.skipped))
+    unread = [Skipped(what=one.what, reason=f"not read as a log: {one.message}") for one in found.errors]
+    return replace(first, typed=os.fspath(path), skipped=(*first.skipped, *names, *unread, *found.skipped))
 
 
 def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
@@ -243,22 +245,61 @@ def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
         why = f"{Path(path).name} is no log that is read here: {_READ}."
         raise CheckpointError(next(iter(place.refused.values()), why))
     below = places_below(Path(path))
-    logs, refused = [*_logs_in(place)], dict(place.refused)
+    logs = [*_logs_in(place)]
+    refused, others = _unread_in(place), _others(place, logs)
     for folder in below.folders:
-        inner = _place(folder, budget)
+        inner, prefix = _place(folder, budget), f"{folder.relative_to(path)}/"
         found = list(_logs_in(inner))
         logs += [replace(one, typed=str(one.folder)) for one in found] if len(found) == 1 else found
-        refused |= {f"{folder.relative_to(path)}/{name}": why for name, why in inner.refused.items()}
+        refused |= {f"{prefix}{name}": why for name, why in _unread_in(inner).items()}
+        others += [f"{prefix}{name}" for name in _others(inner, found)]
     if not logs:
         raise CheckpointError(_none(place, refused, budget))
     if len(logs) == 1:
         logs = [replace(logs[0], typed=typed)]
     known = {str(one.folder.relative_to(path) / note.what) for one in logs for note in one.errors}
-    unread = {name: f"not read as a log: {why}" for name, why in refused.items() if name not in known}
+    unread = {name: why for name, why in refused.items() if name not in known}
+    skipped = (*_left_out(unread, others, budget), *below.skipped)
+    errors = (ErrorNote(what=name, kind="unreadable", message=why) for name, why in unread.items() if _is_a_logs(name))
+    return FoundLogs(logs=tuple(logs), skipped=skipped, errors=(*below.errors, *errors))
+
+
+def _is_a_logs(path: str) -> bool:
+    return is_named_as_log(path.rpartition("/")[2])
+
+
+def _left_out(unread: Mapping[str, str], others: Sequence[str], budget: Budget) -> Iterator[Skipped]:
+    """Yields the files that no error is about; those that may have been meant as logs come first."""
+    for name, why in unread.items():
+        if not _is_a_logs(name):
+            yield Skipped(what=name, reason=f"not read as a log: {why}")
+    for name in sorted(others, key=lambda name: not _is_a_logs(name))[:_LISTED]:
+        yield Skipped(what=name, reason="no log: it has no row with a step and a loss")
+    if len(others) > _LISTED:
+        more = f"{len(others) - _LISTED:,} more files"
+        yield Skipped(what=more, reason="no logs: they have no row with a step and a loss")
     if budget.passed_by:
-        unread[f"{budget.passed_by:,} other files"] = "not looked through: they are older"
-    skipped = (*(Skipped(what=name, reason=why) for name, why in unread.items()), *below.skipped)
-    return FoundLogs(logs=tuple(logs), skipped=skipped, errors=tuple(below.errors))
+        yield Skipped(what=f"{len(budget.passed_by):,} other files", reason="not looked through: they are older")
+
+
+def _unread_in(place: LogLocation) -> dict[str, str]:
+    """Returns why logs of a folder cannot be read, by name; `run.json` without its log is one."""
+    refused = dict(place.refused)
+    gone = run_name(0) in place.names and not logs_in(place.names) and b'"run_id"' in place.head(run_name(0), HEAD)
+    return refused | ({log_name(0): f"{log_name(0)} cannot be found beside {run_name(0)}."} if gone else {})
+
+
+def _others(place: LogLocation, logs: Sequence[FoundLog]) -> list[str]:
+    """Returns the tables and logs by their names of a folder that are no logs of a training."""
+    known = {*place.refused, *(name for one in logs for name in one.names)}
+    return [
+        name
+        for name in place.names
+        if name not in known
+        and place.folder / name not in place.budget.passed_by
+        and (is_log(name) or Path(name).suffix in {".csv", ".tsv", ".log"})
+        and not will_be_written(place.folder / name)
+    ]
 
 
 def _none(place: LogLocation, refused: Mapping[str, str], budget: Budget) -> str:
@@ -267,7 +308,7 @@ def _none(place: LogLocation, refused: Mapping[str, str], budget: Budget) -> str
         return f"{name} holds no log that can be read: {next(iter(refused.values()))}"
     if budget.passed_by:
         return (
-            f"{name} holds no log that was found: {budget.passed_by:,} of its files were not looked through, the "
+            f"{name} holds no log that was found: {len(budget.passed_by):,} of its files were not looked through, the "
             f"oldest ones, after the first {LOOKED_THROUGH >> 20} MB of the others: name the log's own file."
         )
     return f"{name} holds no log that is read here: {_READ}."

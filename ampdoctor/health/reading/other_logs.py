@@ -30,6 +30,8 @@ from ampdoctor.health.reading.log_files import (
     csv_rows,
     field_of,
     is_log,
+    is_named_as_log,
+    is_output,
     json_rows,
     known_fields,
     step_of,
@@ -78,6 +80,7 @@ _ADVERSARIES = frozenset({"g", "gen", "generator", "d", "disc", "discriminator",
 _TRIED = 1000  # rows in which a log must have a loss, a norm or a scale
 _HEAD = 1024 * 1024  # bytes in which these rows must stand
 _TABLES = frozenset({".csv", ".tsv"})
+_ANY_CONTENT = frozenset({"", ".json", ".ndjson", ".dat", ".data", ".tab"})  # suffixes of logs and of other files
 _MODES = ("mode", "split", "phase", "stage")  # columns that tell a row of the training from one of an evaluation
 _EVALUATIONS = frozenset({"val", "valid", "validation", "eval", "evaluation", "test", "dev"})
 _COUNTED = "no column says which step a row is of: the rows are counted"
@@ -115,6 +118,7 @@ class TableRows(LineRows):
         self._unread = Unread()
         tried = list(islice(self._parsed(iter(head), SkippedLines()), _TRIED))
         fields = [_fields(row) for row in tried]
+        self.is_empty = not tried
         self.says_something = any(map(_says_something, fields))
         self._step: Callable[[_Values, dict[str, float]], int | None] = self._by_step
         self.has_steps = any(step_of(row) is not None for row in fields)
@@ -216,16 +220,20 @@ def _is_a_log(place: LogLocation, name: str) -> bool:
     """Whether a file has steps, and a loss, a norm or a scale."""
     if ("table", name) not in place.known:
         found = False
+        path = place.folder / name
+        counted = ("output", name) in place.known  # its bytes, by the search for a job's output
         try:
-            with RegularFile(place.folder / name, name) as file:
-                if place.named or place.budget.left > 0:
-                    place.budget.left -= min(file.size, _HEAD)
+            with RegularFile(path, name) as file:
+                if place.named or (path not in place.budget.passed_by if counted else place.budget.left > 0):
+                    place.budget.left -= 0 if counted else min(file.size, _HEAD)
                     made = TableRows(file)
                     found = made.has_steps and made.says_something
                     if made.says_something and made.wrong_steps:
                         place.refused[name] = f"the steps of {name} are no whole numbers from 0 on."
+                    elif made.is_empty and is_named_as_log(name):
+                        place.refused[name] = f"{name} {'has no row' if file.size else 'is empty'}."
                 else:
-                    place.budget.passed_by += 1
+                    place.budget.passed_by.add(path)
         except CheckpointError as error:
             place.refused[name] = str(error)
         place.known["table", name] = found
@@ -238,17 +246,20 @@ def _claims_lightning(place: LogLocation) -> Sequence[Sequence[str]]:
 
 def _logs_of(place: LogLocation) -> list[str]:
     likely = [
-        name for name in place.names if place.named or is_log(name) or _is_table(name) or _json_lines(place, name)
+        name
+        for name in place.names
+        if place.named or is_log(name) or _is_table(name) or is_output(name) or _begins_as_table(place, name)
     ]
     return [name for name in place.latest(likely) if _is_a_log(place, name)]
 
 
-def _json_lines(place: LogLocation, name: str) -> bool:
-    """Whether a `.json` file begins with an object in a line of its own, as mmengine's `scalars.json`."""
-    if not name.endswith(".json"):
+def _begins_as_table(place: LogLocation, name: str) -> bool:
+    """Whether the first line is a table's or, as in mmengine's `scalars.json`, an object; other files are not read."""
+    if Path(name).suffix not in _ANY_CONTENT:
         return False
-    first, ended, _ = place.head(name, 64 * 1024).partition(b"\n")
-    return bool(ended) and first.lstrip().startswith(b"{") and first.rstrip().endswith(b"}")
+    first, ended, _ = place.head(name, 64 * 1024).removeprefix(BYTE_ORDER_MARK).partition(b"\n")
+    is_object = first.lstrip().startswith(b"{") and first.rstrip().endswith(b"}")
+    return bool(ended) and (is_object or _is_header(first.decode("utf-8", "replace")))
 
 
 LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=reading(TableRows))
@@ -269,7 +280,12 @@ def _claims_trainer_state(place: LogLocation) -> Sequence[Sequence[str]]:
     if place.named:
         begins = place.head(place.names[0], 4).removeprefix(BYTE_ORDER_MARK).startswith(b"{")
         return [place.names] if begins and _holds_a_log(place) else ()
-    return [[_NAME]] if _NAME in place.names else ()
+    return [[name] for name in place.names if name == _NAME or _is_history(place, name)]
+
+
+def _is_history(place: LogLocation, name: str) -> bool:
+    """Whether a file in a folder is a state of the Trainer under another name, whose keys are sorted."""
+    return name.endswith(".json") and b'"log_history"' in place.head(name, 4096)
 
 
 def _holds_a_log(place: LogLocation) -> bool:
@@ -352,7 +368,13 @@ _HISTORY, _RUN, _EXIT = 2, 17, 18  # fields of a Record
 
 
 def _claims_wandb(place: LogLocation) -> Sequence[Sequence[str]]:
-    return [[name] for name in place.latest(place.names) if name.endswith(".wandb") and place.head(name, 4) == _MAGIC]
+    found = []
+    for name in place.latest(name for name in place.names if name.endswith(".wandb")):
+        if place.head(name, 4) == _MAGIC:
+            found.append([name])
+        else:
+            place.refused.setdefault(name, f"{name} does not begin as the file of a W&B run.")
+    return found
 
 
 def _read_wandb(folder: Path, names: Sequence[str], noticed: ReadIssues) -> Iterator[LogRecord]:

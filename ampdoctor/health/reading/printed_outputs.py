@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine
-from ampdoctor.health.reading.log_files import SkippedLines, as_number, lines_in
+from ampdoctor.health.reading.log_files import SkippedLines, as_number, is_output, lines_in
 from ampdoctor.health.reading.log_kind import LineRows, LogLocation, ReadIssues, Row, kind_of_one_file
 from ampdoctor.health.reading.printed_console import OVERFLOW, ConsoleRows, Layout, OverflowRows, layout_of, overflow_in
 
@@ -136,8 +135,6 @@ class PrintedRows(LineRows):
             yield line
 
 
-_SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
-_NAMES = frozenset({"log", "stdout", "stderr", "output"})
 _HEAD = 8 * 1024 * 1024  # bytes searched for the first line of a step: a job prints its arguments first, and compiles
 _ENOUGH = 1024 * 1024  # bytes from the first line of a step on that decide the layout
 _LOOK = 256 * 1024
@@ -265,7 +262,7 @@ def _of(place: LogLocation, name: str) -> str:
     if ("output", name) not in place.known:
         found = ""
         if not place.named and place.budget.left <= 0:
-            place.budget.passed_by += 1
+            place.budget.passed_by.add(place.folder / name)
         else:
             try:
                 with RegularFile(place.folder / name, name) as file:
@@ -288,7 +285,7 @@ def _accepted(place: LogLocation, text: _Text | None) -> str:
 
 def _logs_of(format: str) -> Callable[[LogLocation], list[str]]:  # noqa: A002
     def logs_of(place: LogLocation) -> list[str]:
-        likely = [name for name in place.names if place.named or name in _NAMES or Path(name).suffix in _SUFFIXES]
+        likely = [name for name in place.names if place.named or is_output(name)]
         return [name for name in place.latest(likely) if _of(place, name) == format and name not in place.refused]
 
     return logs_of

@@ -33,9 +33,21 @@ def test_a_jump_of_the_gradient_is_told_at_its_step_and_once():
     assert found.evidence["value"] / found.evidence["usual"] == pytest.approx(20, rel=0.5)
 
 
-def test_a_batch_whose_loss_and_gradient_jump_together_is_the_data():
+def test_where_loss_and_gradient_jump_together_both_moved_first():
     (found,) = judged(steps(gradient_norm=jump, loss=jump))
-    assert (found.code, found.evidence["first"]) == ("AMP720", "data")
+    assert (found.code, found.evidence["first"]) == ("AMP720", "both")
+    assert "look at the batch" in found.message
+
+
+def grows(at, value):
+    return value * 1.02 ** max(0, at - BAD)
+
+
+@pytest.mark.parametrize("norm", [grows, lambda _, value: value], ids=["the norm grows too", "the norm stays"])
+def test_a_loss_that_grows_is_no_proof_of_the_data(norm):
+    findings = judged(steps(600, loss=grows, gradient_norm=norm))
+    assert {f.code for f in findings} >= {"AMP721", "AMP724", "AMP739"}
+    assert {f.evidence["first"] for f in findings} <= {"loss", "both"}
 
 
 def test_a_loss_that_stays_up_is_an_error_and_one_that_returns_is_none():
@@ -77,7 +89,7 @@ def test_a_loss_that_leaps_with_a_setting_is_the_optimizers(setting):
 @pytest.mark.parametrize("fall", [100, BAD - 10])
 def test_one_fall_of_the_scale_moves_nothing_first(fall):
     findings = judged(steps(loss=stays_up, gradient_norm=jump, **scale([fall])))
-    assert {f.evidence["first"] for f in findings if f.code in {"AMP720", "AMP721"}} == {"data"}
+    assert {f.evidence["first"] for f in findings if f.code in {"AMP720", "AMP721"}} == {"both"}
 
 
 def rots(at, value):
@@ -87,7 +99,7 @@ def rots(at, value):
 
 def test_a_loss_that_creeps_back_to_where_it_began_is_told_once():
     findings = [f for f in judged(steps(900, loss=rots)) if f.code == "AMP739"]
-    assert [(f.severity, f.evidence["first"]) for f in findings] == [("warning", "data")]
+    assert [(f.severity, f.evidence["first"]) for f in findings] == [("warning", "loss")]
     assert findings[0].evidence["share"] >= 0.5
 
 

@@ -63,7 +63,7 @@ def test_weights_are_moved_by_the_settings_only_where_these_have_changed(factor)
     assert breaks_of(change, weight_decays=lambda at, _: (-0.1 if at >= sick - 10 else 0.01,)) == {"optimizer"}
     assert breaks_of(change, learning_rates=lambda at, _: (1e-3 * min(1, at / 500),)) == {"optimizer"}
     assert breaks_of(change, learning_rates=lambda at, _: (1e-3 * (1 - at / 700),)) == {"weights"}
-    assert breaks_of(change, loss=lambda at, value: value * 3 if at >= sick - 10 else value) == {"data"}
+    assert breaks_of(change, loss=lambda at, value: value * 3 if at >= sick - 10 else value) == {"loss"}
 
 
 def rounded_away(look, one):

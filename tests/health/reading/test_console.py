@@ -346,7 +346,7 @@ def test_text_that_is_no_log_is_not_taken_for_one(tmp_path):
 
 def test_a_folder_of_a_thousand_outputs_is_not_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(log_kind, "LOOKED_THROUGH", 200_000)
-    monkeypatch.setattr(log_kind.Budget.__init__, "__defaults__", (200_000, 0))
+    monkeypatch.setattr(log_kind.Budget.__init__, "__defaults__", (200_000, *log_kind.Budget.__init__.__defaults__[1:]))
     for at in range(40):
         (tmp_path / f"job{at}.out").write_text("waiting for a machine\n" * 2000)
     count, whole = [], RegularFile.read_into

@@ -161,6 +161,7 @@ def test_of_several_logs_in_a_folder_the_latest_is_read_and_the_others_are_named
     found = find_log(tmp_path)
     assert found.names == (f"a-new.{suffix}",)
     assert [(one.what, one.reason) for one in found.skipped] == [
-        (f"{name}.{suffix}", f"another log than a-new.{suffix}") for name in ("c-older", "b-old")
+        *((f"{name}.{suffix}", f"another log than a-new.{suffix}") for name in ("c-older", "b-old")),
+        (f"z-notes.{suffix}", "no log: it has no row with a step and a loss"),
     ]
     assert find_log(tmp_path / f"b-old.{suffix}").skipped == ()

@@ -77,7 +77,7 @@ def test_markdown_has_the_run_and_its_command_and_no_markup_of_a_name():
     assert "```console\nampdoctor bisect-nan b\n```" in text
 
 
-@pytest.mark.parametrize("first", ["data", "hardware"])
+@pytest.mark.parametrize("first", ["data", "both", "hardware"])
 def test_what_moved_first_is_a_line_of_its_own_in_every_form(first):
     where, evidence = Where(step=1, phase="loss", file=RUN.source), {"first": first, "usual": 2.0}
     jump = Finding(
