@@ -152,6 +152,7 @@ class Checkpoint:
         remarks: Harmless oddities of the layout, in sentences.
         unsafe_globals: Names of its classes and functions that `torch.load(weights_only=True)` refuses, in order.
         global_step: Training step, from the Trainer's state, the file's own counter, or the optimizer's.
+        steps: The step of each file, where a folder's files are no parts of one save; else empty.
         loss: The loss that was saved with the weights.
         folders: The folders that may hold its training log, each with the prefix of its files in reports.
         lost: Numbers outside of its tensors and scalers that are not finite.
@@ -169,6 +170,7 @@ class Checkpoint:
         skipped: tuple[Skipped, ...] = (),
         errors: tuple[ErrorNote, ...] = (),
         remarks: tuple[str, ...] = (),
+        one_save: bool = False,
     ) -> None:
         self.path = path
         self.format = format
@@ -183,6 +185,8 @@ class Checkpoint:
         self.lost = tuple(replace(one, file=part.name) for part in parts for one in part.sections.lost)
         self.unread = tuple(one for one in self.skipped if one.kind == "unread")
         self.skipped = tuple(_folded(self.skipped))
+        one_save = one_save or format != "folder" or sum(bool(unit.models) for unit in self._units) < 2
+        self.steps = {} if one_save else self._find_steps()
         self.global_step = global_step if global_step is not None else self._find_step()
         losses = [part.sections.loss for part in parts if part.sections.loss is not None]
         self.loss = next((loss for loss in losses if not math.isfinite(loss)), losses[-1] if losses else None)
@@ -328,17 +332,37 @@ class Checkpoint:
         self.skipped = (*self.skipped, *unread)
 
     def _find_step(self) -> int | None:
-        stored = [p.sections.global_step for p in self.parts if p.sections.global_step is not None]
-        if stored:
-            return max(stored)
-        steps = [
-            number(state.get("step"))
-            for optimizer in self.optimizers().values()
-            for state in optimizer["state"].values()
-            if isinstance(state, Mapping)
-        ]
-        whole = [int(s) for s in steps if s is not None and 0 <= s < 2.0**53 and s == int(s)]
-        return max(whole, default=None)
+        """Returns the step of the save; None where the files that hold a model do not agree on one."""
+        if not self.steps:
+            return _step_in(self.parts)
+        chosen = chosen_unit(self._units)
+        holders = [unit for unit in self._units if unit.models] if chosen is None else [chosen]
+        told = {self.steps[part.name] for unit in holders for part in unit.parts}
+        return told.pop() if len(told) == 1 else None
+
+    def _find_steps(self) -> dict[str, int | None]:
+        """Returns the step of each file; one without a model belongs to the only model that it can belong to."""
+        chosen = chosen_unit(self._units)
+        bare = [part for unit in self._units if not unit.models for part in unit.parts]
+        saves = [list(unit.parts) for unit in self._units if unit.models and unit is not chosen]
+        saves += [[part] for part in bare] if chosen is None else [[*chosen.parts, *bare]]
+        return {part.name: step for save in saves for step in [_step_in(save)] for part in save}
+
+
+def _step_in(parts: Sequence[FilePart]) -> int | None:
+    """Returns the step that files of one save hold: their own counter, or else their optimizers'."""
+    stored = [part.sections.global_step for part in parts if part.sections.global_step is not None]
+    if stored:
+        return max(stored)
+    steps = [
+        number(state.get("step"))
+        for part in parts
+        for optimizer in part.sections.optimizers.values()
+        for state in optimizer["state"].values()
+        if isinstance(state, Mapping)
+    ]
+    whole = [int(s) for s in steps if s is not None and 0 <= s < 2.0**53 and s == int(s)]
+    return max(whole, default=None)
 
 
 class LiveState(Checkpoint):

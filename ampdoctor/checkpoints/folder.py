@@ -299,8 +299,11 @@ def open_file(path: Path) -> Checkpoint:
         raise
 
 
-def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
-    """Opens a folder; one that names its latest checkpoint is read as that. `below` reads inner folders, too."""
+def open_folder(listing: Listing, *, below: bool = False, one_save: bool = False) -> Checkpoint:
+    """Opens a folder; one that names its latest checkpoint is read as that. `below` reads inner folders, too.
+
+    `one_save` says that its files are known to be saved together, because their names have one step.
+    """
     gathering = CheckpointBuilder()
     try:
         gathering.folders.append((listing, ""))
@@ -310,7 +313,7 @@ def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
             _add_below(gathering, listing, followed)
         if gathering.layout == "folder":
             gathering.layout = _writer(listing.names)
-        return _finish(gathering, listing.path.name or str(listing.path))
+        return _finish(gathering, listing.path.name or str(listing.path), one_save=one_save)
     except BaseException:
         gathering.close()
         raise
@@ -390,6 +393,13 @@ def parts_in(listing: Listing) -> set[str]:
         return own | ({target_of(listing.path, pointer)} if pointer is not None else set())
     except CheckpointError:  # following it reports the error
         return own
+
+
+def is_plain(listing: Listing) -> bool:
+    """Whether no name in a folder shows a layout: each of its files stands by itself."""
+    apart = [layout for layout in LAYOUTS if layout is not LOOSE_FILES]
+    claimed = any(layout.claims(name) for layout in apart for name in listing.names)
+    return not claimed and not parts_in(listing) and _writer(listing.names) == "folder"
 
 
 def _add_below(into: CheckpointBuilder, listing: Listing, followed: str | None) -> None:
@@ -473,7 +483,7 @@ def _follow(into: CheckpointBuilder, listing: Listing) -> str | None:
     return target
 
 
-def _finish(gathered: CheckpointBuilder, name: str) -> Checkpoint:
+def _finish(gathered: CheckpointBuilder, name: str, *, one_save: bool = False) -> Checkpoint:
     if not gathered.parts:
         if gathered.refusals:
             raise gathered.refusals[0]
@@ -490,6 +500,7 @@ def _finish(gathered: CheckpointBuilder, name: str) -> Checkpoint:
         skipped=tuple(gathered.skipped),
         errors=tuple(gathered.errors),
         remarks=tuple(gathered.remarks),
+        one_save=one_save,
     )
 
 

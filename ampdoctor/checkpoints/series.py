@@ -15,6 +15,7 @@ from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.files import Listing, identity_of, list_folder
 from ampdoctor.checkpoints.folder import (
     Subfolders,
+    is_plain,
     may_hold_tensors,
     open_checkpoint,
     open_folder,
@@ -189,6 +190,7 @@ class SavedCheckpoint:
     placed: bool = True  # False if its time is unknown; such members come last
     alias: bool = False  # named by a word instead of a number: `last.ckpt`, `model_best.pth`
     beside: bool = False  # in a folder beside the series, and no part of it
+    stored: bool = False  # in order only by the step stored inside
     listing: Listing | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -200,7 +202,8 @@ class SavedCheckpoint:
         """Read its structure."""
         if self.listing is None:
             return open_checkpoint(self.path)
-        return open_folder(self.listing.only(self.files) if self.files else self.listing, below=True)
+        listing = self.listing.only(self.files) if self.files else self.listing
+        return open_folder(listing, below=True, one_save=bool(self.files))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +232,11 @@ class Contents:
     several: tuple[Series, ...] = ()  # the runs, and checkpoints beside them, if there are several
     below: Subfolders = field(default_factory=Subfolders)  # what was skipped below the folder
 
+    @property
+    def by_name(self) -> bool:
+        """Whether their names show that the members are of one run, so that not each has to be read."""
+        return not any(member.stored for member in self.members)
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -251,7 +259,7 @@ class _Entry:
 def contents_of(root: Listing) -> Contents:
     """Returns the checkpoints in a folder, and in folders in it (Lightning's `version_0/checkpoints`)."""
     groups = _groups(root)
-    members = () if groups is None else _ordered(root, groups)
+    members = _members(root, groups)
     parts = parts_in(root)
     itself = bool(parts) or any(map(says_checkpoint, root.files))
     known = {*parts, *(Path(member.inside).parts[0] for member in members if member.inside)}
@@ -283,6 +291,28 @@ def contents_of(root: Listing) -> Contents:
     if len(single) == 1:
         return Contents(_only(*single[0]), single[0][1], below=rest)
     return Contents(several=tuple(Series(name=n, names=(n,), paths=(n,)) for n, _ in single), below=rest)
+
+
+def _members(root: Listing, groups: _Groups | None) -> tuple[SavedCheckpoint, ...]:
+    return _by_stored_step(root) if groups is None else _ordered(root, groups)
+
+
+def _by_stored_step(root: Listing) -> tuple[SavedCheckpoint, ...]:
+    """Returns files that each hold the same model and a step of their own, in the order of the steps; () for others."""
+    names = [name for name in root.files if may_hold_tensors(name)]
+    told = all(not name.lower().endswith(".safetensors") for name in names)  # those hold no step
+    if len(names) < 2 or not told or not is_plain(root) or len({names_run(name) for name in names}) > 1:
+        return ()
+    by_step: dict[int, SavedCheckpoint] = {}
+    outlines = set()
+    for name in names:
+        member = SavedCheckpoint(name=name, path=root.path / name, stored=True)
+        step, outline, _ = _look(member) or (None, frozenset(), False)
+        outlines.add(outline)
+        if step is None or step in by_step or not outline or len(outlines) > 1:
+            return ()
+        by_step[step] = replace(member, step=step)
+    return tuple(by_step[step] for step in sorted(by_step))
 
 
 def _is_run(listing: Listing) -> bool:
@@ -333,8 +363,7 @@ def _of_two_runs(one: Sequence[_Entry], other: Sequence[_Entry]) -> bool:
 
 def _only(name: str, listing: Listing) -> tuple[SavedCheckpoint, ...]:
     """Returns what the only folder with checkpoints holds, which may be a series."""
-    groups = _groups(listing)
-    members = () if groups is None else _ordered(listing, groups)
+    members = _members(listing, _groups(listing))
     if not members:
         return (SavedCheckpoint(name=name, path=listing.path, inside=name, listing=listing),)
     return _within(name, members)

@@ -252,6 +252,9 @@ Observer = Callable[[str, int, int], None]
 """Called with (what is being read, bytes done, bytes in all)."""
 
 
+NOTHING_TO_EXAMINE = "holds no floating-point tensor and no loss scaler: nothing to examine"
+
+
 def summarize(
     checkpoint: Checkpoint, progress: Observer | None = None, *, jobs: int | None = None, exact: bool = False
 ) -> CheckpointSummary:
@@ -292,15 +295,14 @@ def summarize(
     lost = checkpoint.lost or (checkpoint.loss is not None and not math.isfinite(checkpoint.loss))
     examined = any(tensor.examined for tensor in tensors) or checkpoint.scalers or lost
     if not examined:
-        raise CheckpointError(
-            f"{checkpoint.path} holds no floating-point tensor and no loss scaler: nothing to examine."
-        )
+        raise CheckpointError(f"{checkpoint.path} {NOTHING_TO_EXAMINE}.")
     return CheckpointSummary(
         format=checkpoint.format,
         tensors=tuple(tensors),
         roles=tuple(_role(role, tensors, merged[role]) for role in ROLES if role in merged),
         scalers=checkpoint.scalers,
         global_step=checkpoint.global_step,
+        steps=checkpoint.steps,
         loss=checkpoint.loss,
         optimizers=optimizers,
         indices=indices,

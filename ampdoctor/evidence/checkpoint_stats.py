@@ -251,12 +251,17 @@ class CheckpointSummary:
     roles: tuple[RoleSummary, ...] = ()  # totals in the order of `ROLES`, without empty roles
     scalers: tuple[ScalerState, ...] = ()
     global_step: int | None = None
+    steps: Mapping[str, int | None] = field(default_factory=dict)  # of each file, where these differ
     loss: float | None = None  # saved with the weights
     log: LogTail | None = None  # of the training log beside them
     optimizers: tuple[OptimizerSummary, ...] = ()
     indices: tuple[IndexSummary, ...] = ()  # counters and tables of positions among its buffers
     unsafe_globals: tuple[str, ...] = ()  # names that `torch.load(weights_only=True)` refuses
     lost: tuple[LostNumbers, ...] = ()  # other numbers that are not finite
+
+    def step_of(self, file: str | None) -> int | None:
+        """Returns the step of one of its files."""
+        return self.global_step if file is None else self.steps.get(file, self.global_step)
 
 
 # -- changes since an earlier checkpoint --

@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ampdoctor.evidence.report import Finding, Report, Severity
+from ampdoctor.evidence.paths import checkpoint_path, file_within
+from ampdoctor.evidence.report import ErrorNote, Finding, Report, Severity
 from ampdoctor.reports import text as words
 from ampdoctor.reports.blocks import Block, Code, Fold, Heading, Line, Pairs, Table, Text, without_empty
 from ampdoctor.reports.escape import code, fence, header, prose, row, sanitise
@@ -24,6 +25,10 @@ from ampdoctor.reports.outline import outline
 from ampdoctor.reports.text import Location, in_repository, location_of, target_file
 
 MAX_ANNOTATIONS = 10
+_MAX_FILES = 4
+"""Files with an annotation of their own that were not examined; the others share one."""
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".json", ".distcp", ".metadata")
+"""How files of checkpoints end: what was not examined may also be a tensor."""
 _TOLD = ("where", "change", "proof")
 _LEVELS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "note": "notice"}
 
@@ -42,10 +47,24 @@ def _without_answer(report: Report) -> Iterator[str]:
     """Yield what could not be examined or settled; it comes before the findings, since it decides the exit code."""
     about = Location(target_file(report.target))
     if not report.complete:
-        parts = [f"{error.what} ({error.kind}): {error.message}" for error in report.errors]
-        yield _command("error", about, "ampdoctor: not examined", parts, report.target)
+        by_file: dict[str, list[str]] = {}
+        for error in report.errors:
+            file = _file_of(error, report.target) if report.command == "scan" else about.file
+            file = file if file in by_file or len(by_file) < _MAX_FILES else about.file
+            by_file.setdefault(file, []).append(f"{error.what} ({error.kind}): {error.message}")
+        for file, parts in by_file.items():
+            yield _command("error", Location(file), "ampdoctor: not examined", parts, report.target)
     if report.verdict in ("not_reproduced", "inconclusive"):
         yield _command("error", about, "ampdoctor: no answer", [words.verdict(report)], report.target)
+
+
+def _file_of(error: ErrorNote, target: Mapping[str, Any]) -> str:
+    """Return the file of a scan that was not examined; for a tensor, or several files, the whole checkpoint."""
+    whole = target_file(target)
+    one_file = whole.endswith(_FILES) and not whole.endswith(".json")
+    if one_file or not error.what.endswith(_FILES) or " + " in error.what:
+        return whole
+    return file_within(checkpoint_path(target), error.what)
 
 
 def _of_finding(finding: Finding, report: Report, more: Iterable[str]) -> str:

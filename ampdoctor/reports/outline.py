@@ -132,25 +132,41 @@ def _findings(report: Report) -> Iterator[Block]:
         made = [finding_fold(report, number, looks.get(number), is_effect=number in behind) for number in numbers]
         yield made[0]
         rest = [report.findings[number] for number in numbers[1:]]
-        yield from fold(_others(rest, over_time=report.health is not None), *made[1:])
+        yield from fold(_others(report.findings[numbers[0]], rest, over_time=report.health is not None), *made[1:])
 
 
 def _cause(report: Report, finding: Finding) -> object:
     """Return what findings of one cause have in common; in a log an error and all errors behind it are one story."""
     if report.health is not None and finding.severity == "error":
         return finding.where.file
-    return (finding.cause or finding.code, finding.severity, finding.where.file if report.health is not None else "")
+    one_save = "paths" not in report.target and report.target.get("format") != "folder"
+    file = "" if one_save and report.health is None else finding.where.file
+    return (finding.cause or finding.code, finding.severity, file)
 
 
-def _others(rest: Sequence[Finding], *, over_time: bool) -> str:
+def _others(first: Finding, rest: Sequence[Finding], *, over_time: bool) -> str:
     """Return the three that are worst, or over time the first three, and how many more there are."""
     if over_time:
         more = f" and {len(rest) - _WORST} more" if len(rest) > _WORST else ""
         shown = sorted(rest, key=lambda it: it.where.step or 0)[:_WORST]
         return f"then: {', '.join(f'{lowered(_title(it))} at step {it.where.step or 0:,}' for it in shown)}{more}"
     shown = sorted(rest, key=lambda it: -_nonfinite(it))[:_WORST]
-    named = [f"{subject(it) or it.code}{f' ({_nonfinite(it):,} not finite)' if _nonfinite(it) else ''}" for it in shown]
-    return f"of the same cause, {len(rest)} more: {', '.join(named)}"
+    same = "cause" if first.cause else "rule"
+    return f"of the same {same}, {len(rest)} more: {', '.join(_named(it, first) for it in shown)}"
+
+
+def _named(finding: Finding, first: Finding) -> str:
+    """Return a finding below another in a few words: its tensor, and rule and file where these are not the same."""
+    where, many = finding.where, _nonfinite(finding)
+    moment = (where.op or "").partition("optimizer_state:")[2] if where.tensor else ""
+    named = f"{moment} of {subject(finding)}" if moment else subject(finding)
+    parts = [
+        finding.code if finding.code != first.code or not named else "",
+        where.file if where.file != first.where.file else "",
+        named,
+        f"({many:,} not finite)" if many else "",
+    ]
+    return " ".join(part for part in parts if part)
 
 
 def _nonfinite(finding: Finding) -> int:

@@ -86,7 +86,8 @@ def scan(
         raise CheckpointError(f"{error} Type: ampdoctor scan {error.typed}") from None
     if every_member and len(found.members) < 2:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {found.path.name} is not one")
-    report = _scanned(found, look, every_member=every_member or whole, thresholds=thresholds, set_aside=set_aside)
+    every = every_member or whole or not found.contents.by_name
+    report = _scanned(found, look, every_member=every, thresholds=thresholds, set_aside=set_aside)
     return _with_what_was_passed_over(report, found)
 
 

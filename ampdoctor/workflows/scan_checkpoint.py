@@ -14,14 +14,14 @@ from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.series import SavedCheckpoint
 from ampdoctor.checkpoints.stored_tensor import dtype_name
-from ampdoctor.checkpoints.tensor_statistics import Observer, summarize
+from ampdoctor.checkpoints.tensor_statistics import NOTHING_TO_EXAMINE, Observer, summarize
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.scan.checks import checks_of
 from ampdoctor.diagnosis.scan.scaler import scaler_numbers, shown_scaler
 from ampdoctor.evidence.checkpoint_stats import ROLES, CheckpointSummary
 from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, finding_order, verdict_of
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.report_scaler import ScalerArguments, ScalerSection
 from ampdoctor.evidence.report_scan import (
     ListedGroup,
@@ -74,7 +74,7 @@ def examine(
         target=_target(checkpoint, len(summary.tensors)),
         verdict="healthy",
         complete=not errors,
-        skipped=(*checkpoint.skipped, *no_logs),
+        skipped=(*checkpoint.skipped, *_empty_files(checkpoint), *no_logs),
         errors=errors,
         tensors=summary.tensors,
         thresholds=thresholds.listed(),
@@ -110,6 +110,17 @@ def _unread(checkpoint: Checkpoint, summary: CheckpointSummary) -> Iterator[Erro
         yield ErrorNote(what=names[0], kind="unread", message=f"{names[0]} was not examined{more}: {reason}.")
 
 
+def _empty_files(checkpoint: Checkpoint) -> Iterator[Skipped]:
+    """Yields the files of which no value was examined: alone, each would be an error."""
+    holding = {ref.file for ref in checkpoint if ref.dtype.is_floating_point or ref.dtype.is_complex}
+    holding |= {scaler.file for scaler in checkpoint.scalers} | {one.file for one in checkpoint.lost}
+    for part in checkpoint.parts:
+        contents = part.sections
+        told = contents.optimizers or contents.skipped or contents.loss is not None
+        if not told and holding.isdisjoint(file.name for file in part.files):
+            yield Skipped(what=part.name, reason=NOTHING_TO_EXAMINE)
+
+
 def in_bytes(progress: Progress | None) -> Observer | None:
     """Returns a workflow's progress as the observer of `summarize`."""
     return None if progress is None else functools.partial(progress, unit="B")
@@ -123,7 +134,8 @@ def _judged(
     log: LogBeside | None,
 ) -> Report:
     of_log = [] if log is None else log.findings_beside(summary, thresholds)
-    findings = tuple(sorted([*judge(summary, thresholds), *of_log], key=finding_order))
+    own = [_at_its_step(finding, summary) for finding in judge(summary, thresholds)]
+    findings = tuple(sorted([*own, *of_log], key=finding_order))
     return replace(
         report,
         verdict=verdict_of(findings, settled=report.complete),
@@ -131,6 +143,12 @@ def _judged(
         checks=(*checks_of(summary, findings), *([] if log is None else [log.check(of_log)]), *remarks),
         scaler=_scaling(summary, findings),
     )
+
+
+def _at_its_step(finding: Finding, summary: CheckpointSummary) -> Finding:
+    """Returns the finding with the step of its file, which may be another than that of the file beside it."""
+    where = finding.where
+    return replace(finding, where=replace(where, global_step=summary.step_of(where.file))) if summary.steps else finding
 
 
 def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerSection | None:

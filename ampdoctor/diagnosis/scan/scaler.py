@@ -192,7 +192,7 @@ def _collapsed_scaler(summary: CheckpointSummary, scaler: ScalerState, threshold
     element = typical_gradient(summary.log, weights)
     error = _error_of(scaler, element)
     flushed_below = FP16_FLUSH_AT / scaler.scale
-    falling = _is_falling(scaler, summary.global_step, thresholds)
+    falling = _is_falling(scaler, summary.step_of(scaler.file), thresholds)
     message = (
         f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
         f"in fp16. One of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
@@ -205,7 +205,7 @@ def _collapsed_scaler(summary: CheckpointSummary, scaler: ScalerState, threshold
         "weights": weights,
     }
     yield COLLAPSED_SCALER.finding(
-        collapse_severity(scaler, element, summary.global_step, thresholds),
+        collapse_severity(scaler, element, summary.step_of(scaler.file), thresholds),
         message,
         where=place_of(summary, scaler),
         cause="scaler_collapse",
