@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE
+from ampdoctor.diagnosis.replay.nonfinite import MISUSE_ADVICE, for_optimizer, refusal_advice
 from ampdoctor.diagnosis.replay.scaler import (
     PERSISTS,
     Cuts,
@@ -29,7 +29,7 @@ from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.program import Clipped, Instruction, Unscaled
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.loop_watch import LoopWatch, UpdateAttempt
-from ampdoctor.probes.user_code import HalfMade, as_source, own_line
+from ampdoctor.probes.user_code import HalfMade, as_source, called_with, own_line
 
 _SHOWN_BY_CALLS = "the calls alone show it"
 
@@ -57,7 +57,7 @@ class Protocol:
             step, source = self._past
             advice = MISUSE_ADVICE["optimizer.step"]
             return refused_call_finding(step, method, said, source=source, advice=advice, past=True)
-        advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
+        advice = HALF_WEIGHTS if halves is not None else for_optimizer(refusal_advice(said), called_with())
         return refused_call_finding(step, method, said, source=as_source(own_line()), advice=advice, halves=halves)
 
     def is_never_updated(self, attempt: UpdateAttempt) -> bool:
@@ -86,7 +86,8 @@ class Protocol:
             finding = self._of_numbers(attempt, norms)
         if finding is None or finding.prescription is not None:
             return finding
-        advice = finding.help[0].lower() + finding.help[1:].removesuffix(".")
+        variable = "" if attempt.scaler is None else called_with()
+        advice = for_optimizer(finding.help[0].lower() + finding.help[1:].removesuffix("."), variable)
         cure = Prescription(kind="code", value=advice, status="not_run", detail=advice, reason=_SHOWN_BY_CALLS)
         return replace(finding, prescription=cure)
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,19 +55,24 @@ class Guard:
     deed: Deed
     operand: int = -1  # index among the floating-point tensors of the arguments; -1: all, or the result
     bound: float = 0.0  # the epsilon or the largest magnitude; 0.0 if the deed has none
+    of: int = field(default=1, compare=False)  # how many such tensors there are
+    signed: bool = field(default=False, compare=False)  # the operand has negative values
 
-    @property
-    def words(self) -> str:
-        """The guard as an instruction."""
-        what = "its operand" if self.operand < 0 else f"operand {self.operand + 1}"
+    def words(self, op: str) -> str:
+        """The guard as an instruction, with an expression for the operand `x` of the function `op`."""
+        what = f"input {self.operand + 1} of {op}" if self.of > 1 and self.operand >= 0 else f"the input of {op}"
+        if op == "torch.div" and self.operand == 1:
+            what = "the divisor"
+        b = f"{self.bound:g}"
+        away = f"torch.where(x.abs() < {b}, {b}, x)" if self.signed else f"x.clamp_min({b})"
         return {
-            "away from zero": f"keep {what} at least {self.bound:g} away from zero",
-            "above zero": f"clamp {what} to at least {self.bound:g}",
-            "finite": f"write finfo.min where {what} has -inf (or skip such rows)",
-            "inside (-1, 1)": f"clamp {what} to ±(1 - {self.bound:g})",
-            "below": f"clamp {what} to ±{self.bound:g}",
-            "result": "replace what is undefined in its result and its derivative by 0",
-            "derivative": "take its derivative as 0 where that is undefined (torch.where around the operand, too)",
+            "away from zero": f"keep {what} at least {b} away from zero, e.g. {away}",
+            "above zero": f"clamp {what} to at least {b}, e.g. x.clamp_min({b})",
+            "finite": f"write torch.finfo(x.dtype).min where {what} has -inf (or skip such rows)",
+            "inside (-1, 1)": f"clamp {what} to ±(1 - {b}), e.g. x.clamp({b} - 1, 1 - {b})",
+            "below": f"clamp {what} to ±{b}, e.g. x.clamp(-{b}, {b})",
+            "result": f"replace what is undefined in the result of {op}, and in its derivative, by 0",
+            "derivative": f"take the derivative of {op} as 0 where that is undefined (torch.where around x, too)",
         }[self.deed]
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -121,6 +126,7 @@ def choose_guard(func: Callable[..., Any], args: Any, kwargs: Any) -> Guard | bo
         if _sound(func, args, kwargs, None):
             return True
         gentlest = sorted(_candidates(leaves), key=lambda guard: guard.harshness(leaves))
+        gentlest = [replace(guard, of=len(leaves)) for guard in gentlest]
         gentlest += _last_resort(func, args, kwargs)
         return next((guard for guard in gentlest if _sound(func, args, kwargs, guard)), False)
     finally:
@@ -141,7 +147,7 @@ def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
             yield Guard("finite", operand)
         for epsilon in EPSILONS:
             if bool((leaf == 0).any()):
-                yield Guard("away from zero", operand, epsilon)
+                yield Guard("away from zero", operand, epsilon, signed=bool((leaf < 0).any()))
             if bool((leaf <= 0).any()):
                 yield Guard("above zero", operand, epsilon)
             if leaf.numel() and 1.0 - epsilon < float(leaf.detach().abs().max()) <= 1.0 + NEAR_ONE:
@@ -214,11 +220,14 @@ class UserLine:
 
     source: Source
     op: str  # without namespace, as in `Where.op`
+    in_fp32: bool = field(default=False, compare=False)  # it ran in fp32 (or fp64) anyway
 
 
 def address_of(origin: NonFiniteOrigin) -> UserLine | None:
     """Where to change the code for an origin; None where no line of the user's own runs its op."""
-    return address_at(origin.where, after_backward=origin.after_backward)
+    address = address_at(origin.where, after_backward=origin.after_backward)
+    seen = {stats.dtype for stats in (*origin.inputs, *origin.outputs)}
+    return None if address is None else replace(address, in_fp32=bool(seen) and seen <= {"float32", "float64"})
 
 
 def address_at(where: Where, *, after_backward: bool = False) -> UserLine | None:

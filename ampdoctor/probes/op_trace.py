@@ -426,8 +426,9 @@ class OpTraceProbe(OpProbe):
             where, came_from = self._belongings.origin_of(tensor, site)
             self._given[key] = len(self._origins)
             first = self._belongings.first_in_batch(tensor) if came_from == "data" else ()
+            between = came_from == "constant" and site.after_backward
             brought = NonFiniteOrigin(order=-1, where=where, came_from=came_from, kernel="", index=first)
-            self._origins.append(replace(brought, outputs=(stats_of(tensor),)))
+            self._origins.append(replace(brought, outputs=(stats_of(tensor),), after_backward=between))
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})

@@ -76,6 +76,13 @@ def function_name(function: Callable[..., Any]) -> str | None:
     return bare if is_aten(bare) or bare in CASTS else None
 
 
+def torch_name(op: str) -> str:
+    """The function that a user calls for an aten op without namespace ("torch.log"); "aten.x" where there is none."""
+    bare = {"cross_entropy_loss": "cross_entropy"}.get(op, op)
+    homes = {"torch": torch, "torch.nn.functional": torch.nn.functional, "Tensor": torch.Tensor}
+    return next((f"{home}.{bare}" for home, within in homes.items() if hasattr(within, bare)), f"aten.{op}")
+
+
 @lru_cache(maxsize=4096)
 def is_aten(name: str) -> bool:
     """Whether there is an ATen op of this name."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import linecache
 import os
 import sys
 import sysconfig
@@ -90,13 +92,40 @@ def user_frames() -> Iterator[FrameType]:
 
 def own_line() -> tuple[str, int] | None:
     """The innermost user frame outside installed packages; if there is none, the innermost of all user frames."""
-    frame = sys._getframe(1)
+    frame = _own_frame()
+    return user_line() if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def called_with() -> str:
+    """The variable (`self.optimizer`) that the user's line gives to a scaler's `step` or `unscale_` now; else ""."""
+    frame = next(user_frames(), None)
+    if frame is None or _is_installed(frame.f_code.co_filename):
+        return ""
+    first, last, begin, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    if first is None or last is None:
+        return ""
+    lines = [linecache.getline(frame.f_code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]  # before the first is cut: it may be the same
+    lines[0] = lines[0][begin:]
+    try:
+        call = ast.parse(b"".join(lines), mode="eval").body
+    except (SyntaxError, ValueError):  # the file has changed since
+        return ""
+    match call:
+        case ast.Call(func=ast.Attribute(attr="step" | "unscale_"), args=[ast.Name() | ast.Attribute() as given, *_]):
+            name = ast.unparse(given)
+            return name if all(part.isidentifier() for part in name.split(".")) else ""
+    return ""
+
+
+def _own_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != _BOUNDARY:
         filename = frame.f_code.co_filename
         if _is_user(filename) and not _is_installed(filename):
-            return filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return user_line()
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def hook_line() -> tuple[str, int] | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ampdoctor.diagnosis.replay.nonfinite import MISUSE_ADVICE
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.evidence.report_health import HealthSection
@@ -79,7 +81,7 @@ def code_of(prescription: Prescription, setting: TrainingContext, cause: str | N
     if prescription.status in ("failed", "worse"):
         return Code()
     if prescription.kind == "code" and cause == "scaler_misuse":
-        return Code() if prescription.value in NOT_THE_ORDER else Code(torch=PROTOCOL)
+        return Code() if prescription.value in NOT_THE_ORDER else Code(torch=_misuse_lines(str(prescription.value)))
     if prescription.kind == "init_scale" and cause == "scaler_misuse":
         return Code(_apply(prescription, "scaler"), _CONTINUED)
     if prescription.kind == "fp32_modules" and cause == "optimizer_precision" and setting.autocast:
@@ -90,15 +92,43 @@ def code_of(prescription: Prescription, setting: TrainingContext, cause: str | N
     return Code() if make is None else make(prescription, setting)
 
 
-PROTOCOL = (
-    "scaler.scale(loss).backward()",
-    "scaler.unscale_(optimizer)  # before anything that reads gradients, and once a step",
-    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-    "scaler.step(optimizer)  # not optimizer.step(): this leaves out a step that overflowed",
-    "scaler.update()",
-    "optimizer.zero_grad()  # after a skipped step as well",
-)
-"""The order of calls in torch's AMP recipe."""
+_BACKWARD, _UNSCALE = "scaler.scale(loss).backward()", "scaler.unscale_(optimizer)"
+_CLIP, _STEP = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)", "scaler.step(optimizer)"
+_UPDATE = "scaler.update()"
+_MISUSE_LINES: Mapping[str, tuple[str, ...]] = {
+    "optimizer.step": (f"{_STEP}  # not optimizer.step(): this leaves out a step that overflowed", _UPDATE),
+    "clip_grad_norm_": (_UNSCALE, _CLIP, _STEP),
+    "gradient clipping": (_UNSCALE, f"{_CLIP}  # or what changes them", _STEP),
+    "unscale": (f"{_UNSCALE}  # the only division by the scale", _STEP),
+    "scaler.unscale_": (f"{_BACKWARD}  # of each micro-batch", f"{_UNSCALE}  # once they all are done", _STEP),
+    "scaler.unscale_ late": (_UNSCALE, _STEP, _UPDATE),
+    "scaler.update": (_STEP, f"{_UPDATE}  # once, after every step"),
+    "backward": (f"{_BACKWARD}  # each loss, with the same scaler",),
+    "GradScaler.scale": ("scaler.scale(loss + penalty).backward()",),
+    "optimizer.zero_grad": ("optimizer.zero_grad()", f"{_BACKWARD}  # the loss that this optimizer trains"),
+    "Tensor.grad": ("gradient = parameter.grad / scaler.get_scale()",),
+    "scaler.step": (f"{_STEP}  # of the scaler that scaled the loss", f"{_UPDATE}  # once, at the end"),
+    "autograd.grad": (
+        "grads = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)",
+        "grads = [grad / scaler.get_scale() for grad in grads]",
+    ),
+    "zero_grad": (_UPDATE, "optimizer.zero_grad()  # after a skipped step as well"),
+    "optimizer.step again": (f"{_STEP}  # once for each backward", _UPDATE),
+}
+"""The lines of torch's AMP recipe that a misuse of the scaler lacks; keys as in `MISUSE_ADVICE`."""
+_LINES_OF = {MISUSE_ADVICE[misuse]: lines for misuse, lines in _MISUSE_LINES.items()}
+_VARIABLE = re.compile(r"\.(?:unscale_|step)\(([\w.]+)\)")
+
+
+def _misuse_lines(advice: str) -> tuple[str, ...]:
+    """Return the lines for an advice, which may name the user's own variable (`for_optimizer`)."""
+    named = _VARIABLE.search(advice)
+    variable = "optimizer" if named is None else named[1]
+    general = re.sub(rf"(?<![\w.]){re.escape(variable)}\b", "optimizer", advice)
+    lines = _LINES_OF.get(general, (_BACKWARD, _STEP, _UPDATE))
+    return tuple(re.sub(r"\boptimizer\b", variable, line) for line in lines)
+
+
 _CONTINUED = ('scaler.load_state_dict(checkpoint["scaler"])  # with model and optimizer, where the run resumes',)
 
 

@@ -116,6 +116,11 @@ def _all_finite(report: Report) -> Step:
     if log := (report.run.get("kept") or {}).get("health"):
         return Step("a watched run of this script went further; its log says how it went", _command("health", log))
     factory, arguments = str(report.target.get("factory") or ""), report.target.get("arguments") or ()
+    options = dict(report.target.get("options") or {})
+    if factory.endswith(".py") and "--until-sick" not in options:
+        options.pop("--steps", None)
+        again = _replay("bisect-nan", {**report.target, "options": options}, {"--until-sick": []})
+        return Step("if a later step fails, run on until it does (or watch the whole training: ampdoctor run)", again)
     if factory.endswith(".py"):
         watched = _command("run", factory, after=arguments)
         return Step("if a later step fails, watch the whole training", watched)

@@ -447,12 +447,12 @@ class _Search:
         session = self.session
         source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__))
         halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
-        refused, advice = session.events.refused or "", after_refusal(session, halves)
+        said = raised.raised
+        refused, advice = session.events.refused or "", after_refusal(session, halves, said)
         past = refused == "update" and halves is None and advice == MISUSE_ADVICE["optimizer.step"]
         if past:
             steps = [event.source for event in session.events.events if event.kind == "optimizer_step"]
             source = next((line for line in steps if line is not None), source)
-        said = raised.raised
         finding = refused_call_finding(step, refused, said, source=source, advice=advice, halves=halves, past=past)
         self.findings.append(finding)
 

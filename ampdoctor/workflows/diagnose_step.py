@@ -18,7 +18,7 @@ from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.location import Where
-from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
+from ampdoctor.evidence.report import ErrorNote, Finding, Prescription, Report, Skipped
 from ampdoctor.evidence.report_target import Kept
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.process_state import are_several, unwarned
@@ -417,6 +417,8 @@ _SHOWN = ("lr", "betas", "momentum", "alpha", "eps", "weight_decay")
 """Optimizer settings that a message names."""
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 """States of torch's optimizers whose root, plus eps, divides an update."""
+HALF_EPS = 1e-4
+"""An eps that fp16 holds as a normal number; torch's default of 1e-8 is 0 there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -452,10 +454,10 @@ class LastUpdate:
             return finding  # it was not updated
         with unseen(), torch.no_grad():
             lost = int(parameter.isfinite().logical_not().sum())
-            why = list(_reasons(parameter, settings, state))
+            reasons = list(_reasons(parameter, settings, state))
         if not lost:
             return finding
-        kind = type(optimizer).__name__
+        kind, why = type(optimizer).__name__, [said for said, _ in reasons]
         shown = ", ".join([kind, *(f"{key}={_text(value)}" for key, value in settings.items())])
         after = "" if why else ", or what the loop did to the weights after it"
         gradients = "the gradients of that step were finite, and" if self.read else "the gradients were not read;"
@@ -470,6 +472,7 @@ class LastUpdate:
             where=replace(where, step=self.step, phase="optimizer", op=f"{kind}.step"),
             evidence={**finding.evidence, "settings": {key: _text(value) for key, value in settings.items()}},
             help="Mend what the update was made with, and go on from a checkpoint before it.",
+            prescription=_with_eps(max((eps for _, eps in reasons), default=0.0), finding.prescription),
         )
 
     def _settings_of(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Mapping[str, Any] | None:
@@ -568,24 +571,40 @@ def _overflowed(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
     return bool(beyond.any()) and bool((copy.detach().isinf() == beyond).all())
 
 
-def _reasons(parameter: torch.Tensor, settings: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
-    """Yields which settings and states of an optimizer make an update of finite gradients non-finite."""
+def _with_eps(eps: float, made: Prescription | None) -> Prescription | None:
+    """Returns the change to this eps, with what was tried beside it; `made` itself where eps is not the reason."""
+    if not eps:
+        return made
+    other = " (or fp32 parameters)" if eps == HALF_EPS else ""
+    words = f"give the optimizer eps={f'{eps:.0e}'.replace('e-0', 'e-')}{other}"
+    tried = () if made is None or made.status == "not_run" else (made,)
+    reason = "the update was made before the step that is replayed"
+    return Prescription(
+        kind="optimizer", value={"eps": eps}, status="not_run", detail=words, reason=reason, alternatives=tried
+    )
+
+
+def _reasons(
+    parameter: torch.Tensor, settings: Mapping[str, Any], state: Mapping[str, Any]
+) -> Iterator[tuple[str, float]]:
+    """Yields what makes an update of finite gradients non-finite, and the eps that avoids it (0.0: none does)."""
     for key, value in settings.items():
         if isinstance(value, torch.Tensor | float) and not math.isfinite(value):
-            yield f"{key} is {_text(value)}"
+            yield f"{key} is {_text(value)}", 0.0
     lost = parameter.isfinite().logical_not()
     for key, held in state.items():
         if not isinstance(held, torch.Tensor) or held.shape != parameter.shape or not held.is_floating_point():
             continue
         dtype = str(held.dtype).removeprefix("torch.")
         if count := int(held.isfinite().logical_not().sum()):
-            yield f"its {key}, in {dtype}, holds {count} non-finite values"
+            yield f"its {key}, in {dtype}, holds {count} non-finite values", 0.0
         eps = settings.get("eps")
         if key in _SQUARES and isinstance(eps, float) and float(torch.tensor(eps, dtype=held.dtype)) == 0.0:
             zeros = int(((held == 0) & lost).sum())
             small = "eps is 0" if eps == 0.0 else f"eps={eps:g} is 0 in {dtype}"
             if zeros:
-                yield f"its {key} is 0 in {zeros} places where the weights are lost, and {small}"
+                enough = HALF_EPS if held.dtype is torch.float16 else 1e-8
+                yield f"its {key} is 0 in {zeros} places where the weights are lost, and {small}", enough
 
 
 def _text(value: Any) -> str:

@@ -24,6 +24,7 @@ from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.probes.modules import optimizer_parameters
 from ampdoctor.probes.op_overrides import How, Intervention, OwnOps, UserLine, address_of
+from ampdoctor.probes.ops import torch_name
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import rescaled
 from ampdoctor.workflows.repairs import fix_scaler_misuse, repair
@@ -126,14 +127,15 @@ def _words(addresses: Sequence[UserLine], how: How, mode: Intervention) -> str:
     address = addresses[0]
     place, *others = dict.fromkeys(f"{one.source.file}:{one.source.line}" for one in addresses)
     too = f", and {' and '.join(others)} as well" if others else ""
-    op = f"aten.{address.op}"
-    guards = [f"aten.{name}: {guard.words}" for (at, name), guard in mode.guards.items() if at == address]
+    op = torch_name(address.op)
+    guards = {name: guard.words(torch_name(name)) for (at, name), guard in mode.guards.items() if at == address}
     if guards:
-        return f"{place}: in float32; {'; '.join(guards)}"
+        wide = address.in_fp32 and {name.rstrip("_") for name in guards} == {address.op.rstrip("_")}
+        return f"{place}: {'' if wide else 'in fp32 (autocast off, inputs .float()), '}{'; '.join(guards.values())}"
     beyond = f"{op} does not fit fp32 either: rewrite"
     return {
         "guard": f"{place}: run {op} in fp32 (autocast off, inputs .float()), and guard its operands",
-        "line_guard": f"{place}: compute this line in float32, and guard the operands of its ops",
+        "line_guard": f"{place}: compute this line in fp32, and guard the operands of its ops",
         "fp32": f"{place}: run {op} in fp32 (autocast off, inputs .float(), result left in fp32)",
         "line_fp32": f"{place}: compute this line in fp32 (autocast off, inputs .float()){too}",
         "fp64": f"{place}: {beyond} the formula (in log space); in fp64 the step is right",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
-from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE
+from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE, refusal_advice
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report_replay import HALF_WEIGHTS, WITHOUT_GRADIENTS
@@ -197,7 +197,7 @@ def fix_scaler_misuse(misuse: str, trials: Trials, session: Session, *, overflow
     return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")
 
 
-def after_refusal(session: Session, halves: HalfWeights | None) -> str:
+def after_refusal(session: Session, halves: HalfWeights | None, raised: str) -> str:
     """Returns the advice for a call that the scaler refused in the last replayed step."""
     held = {id(p): p for p in optimizer_parameters(session)}
     gradients = [p.grad for p in held.values() if p.grad is not None]
@@ -211,7 +211,7 @@ def after_refusal(session: Session, halves: HalfWeights | None) -> str:
     elif not gradients:
         advice = WITHOUT_GRADIENTS
     else:
-        advice = "once a step: scaler.unscale_ at most once an optimizer, then scaler.step for each, then scaler.update"
+        advice = refusal_advice(raised)
     return advice
 
 

@@ -318,6 +318,31 @@ def test_an_update_that_makes_the_weights_non_finite_is_named(fault, reason, att
     assert (finding.where.step, finding.where.phase, finding.where.op) == (1, "optimizer", "Adam.step")
     assert "after step 1: the gradients of that step were finite, and its update (Adam, lr=" in finding.message
     assert finding.message.endswith(reason)
+    if fault is with_no_eps:
+        assert finding.prescription.detail == "give the optimizer eps=1e-8"
+
+
+def test_an_eps_that_is_zero_in_fp16_is_the_change_and_not_a_checkpoint(attended):
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(40, 16), nn.Flatten(), nn.Linear(64, 5)).half()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(torch.randint(40, (8, 4))).float(), torch.randint(5, (8,)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    _, watching = attended(loop)
+    lost = [one for one in watching.report.findings if "eps=1e-08 is 0 in float16" in one.message]
+    assert lost
+    for finding in lost:
+        cure = finding.prescription
+        assert (cure.kind, cure.value, cure.status) == ("optimizer", {"eps": 1e-4}, "not_run")
+        assert cure.detail == "give the optimizer eps=1e-4 (or fp32 parameters)"
+    assert [one.status for one in lost[0].prescription.alternatives] == ["failed"], (
+        "the repaired state, as it was tried"
+    )
 
 
 def test_a_penalty_on_gradients_is_replayed_from_its_bundle_as_in_place(attended, tmp_path):

@@ -33,6 +33,30 @@ def test_no_batch_is_inconclusive():
     assert report.errors[0].what == "batches"
 
 
+ACCUMULATES = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for n in range(8):
+    x, y = torch.randn(4, 4), torch.randn(4, 1)
+    if n == 3:
+        y[1] = float("nan")
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    if n % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_literal_between_two_backwards_is_not_said_to_be_in_the_optimizers_step(tmp_path):
+    script = tmp_path / "accumulates.py"
+    script.write_text(ACCUMULATES)
+    (finding,) = bisect_nan(ReplayRequest(factory=str(script))).findings
+    assert (finding.where.step, finding.where.source.line) == (1, 8)
+    assert "in the code after a backward" in finding.message
+    assert "optimizer" not in finding.message
+
+
 def test_fewer_batches_than_steps():
     report = replay("incomplete_accumulation")
     assert (report.verdict, report.run["steps"]) == ("healthy", 2)

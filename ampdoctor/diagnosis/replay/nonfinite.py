@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -82,10 +83,12 @@ FUSED: Mapping[tuple[str, str], str] = {
 """One function instead of the op and the op that made its operand: it rounds nothing to 0 or 1 between them."""
 MISUSE_ADVICE: Mapping[str, str] = {
     "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
-    "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
-    "gradient clipping": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
+    "clip_grad_norm_": "call scaler.unscale_(optimizer) before clipping optimizer's gradients",
+    "gradient clipping": "call scaler.unscale_(optimizer) before clipping or changing optimizer's gradients",
     "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
-    "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
+    "scaler.unscale_": "call scaler.unscale_(optimizer) once, after the last micro-batch's backward",
+    "scaler.unscale_ late": "call scaler.unscale_(optimizer) before scaler.step(optimizer), and scaler.update() after",
+    "scaler.update": "call scaler.update() once, after scaler.step(optimizer)",
     "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
     "GradScaler.scale": "scale each loss once: add its parts up first, scaler.scale(loss + penalty).backward()",
     "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
@@ -98,7 +101,25 @@ MISUSE_ADVICE: Mapping[str, str] = {
     "optimizer.step again": "remove the second call: scaler.step(optimizer) makes the update, or leaves it out where "
     "gradients overflowed; one update for each backward",
 }
-"""The change that the user has to make, by the `Where.op` of a finding of AMP407."""
+"""The change that the user has to make, by the `Where.op` of a finding of AMP407, or by what a scaler refuses."""
+_REFUSED: Mapping[str, str] = {
+    "step() has already been called": "scaler.update",
+    "unscale_() has already been called": "scaler.unscale_",
+    "unscale_() is being called after step()": "scaler.unscale_ late",
+    "_scale is None": "backward",
+}
+"""What torch's GradScaler says as it refuses a call, and the key of `MISUSE_ADVICE`."""
+
+
+def refusal_advice(raised: str) -> str:
+    """Returns the change for a call that a GradScaler refuses: the missing call where its error tells that."""
+    key = next((key for said, key in _REFUSED.items() if said in raised), "")
+    return MISUSE_ADVICE.get(key, HELP["scaler_misuse"])
+
+
+def for_optimizer(advice: str, variable: str) -> str:
+    """Returns the advice with the user's own variable in place of `optimizer`, where it has a call on that."""
+    return re.sub(r"\boptimizer\b", variable, advice) if variable and "(optimizer)" in advice else advice
 
 
 def cause_of(origin: NonFiniteOrigin) -> Cause:
@@ -367,7 +388,7 @@ def _op(origin: NonFiniteOrigin) -> str:
     if named is not None and origin.kernel == "aten._to_copy":
         op = f"cast of {named.replace(':', ' ')} to {_format(origin)}"
     if origin.after_backward:
-        return f"{op} in the code after the backward"
+        return f"{op} in the code after a backward"
     return op if where.module else f"{op} in {_PARTS.get(where.phase, 'the model or the loss code')}"
 
 

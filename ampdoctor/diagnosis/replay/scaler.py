@@ -21,7 +21,6 @@ from ampdoctor.diagnosis.scan.scaler import (
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState, is_dead
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
-from ampdoctor.evidence.report_replay import NOT_THE_ORDER
 from ampdoctor.evidence.run_facts import Change, Handling, ResumedScaler
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, NonFiniteOrigin, StepEvent, StepOutcome
@@ -149,7 +148,7 @@ def refused_call_finding(
         Where(step=step, phase="scaler", op="optimizer.step" if past else f"scaler.{method}", source=source),
         said,
         evidence,
-        advice=advice if advice in NOT_THE_ORDER else "",
+        advice=advice.removesuffix("."),
         cure=Prescription.untried(advice, "the step ends there, so no replay can stand in for it"),
     )
 

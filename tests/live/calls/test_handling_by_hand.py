@@ -118,6 +118,10 @@ def test_gradients_that_are_mishandled(tmp_path, name):
     assert finding.where.source.file.endswith(("test_handling_by_hand.py", "calls/loops.py"))
     assert finding.prescription.status == "not_run"
     assert finding.help[0].isupper()
+    if "clipping" in op and "scaler.step(" not in words:
+        assert finding.prescription.value == (
+            "call scaler.unscale_(it.optimizer) before clipping or changing it.optimizer's gradients"
+        )
 
 
 # -- healthy -----------------------------------------------------------------------------------------------------------

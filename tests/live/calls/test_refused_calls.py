@@ -91,6 +91,58 @@ def test_a_call_out_of_turn_is_named_at_its_own_line(tmp_path):
     assert "float16" not in finding.message
 
 
+def steps_twice(loop):
+    loop.backward()
+    encoder, decoder = loop.optimizer, torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    return loop.scaler.step(encoder), loop.scaler.step(decoder), loop.scaler.step(decoder)
+
+
+def unscales_in_each_micro_batch(loop):
+    unscales(loop)
+    loop.scaler.unscale_(
+        loop.optimizer,
+    )
+
+
+def never_updates(loop):
+    for _ in range(2):
+        unscales(loop)
+        loop.scaler.step(loop.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("loop", "change", "line"),
+    [
+        (steps_twice, "call scaler.update() once, after scaler.step(decoder)", "scaler.update()  # once"),
+        (
+            unscales_in_each_micro_batch,
+            "call scaler.unscale_(loop.optimizer) once, after the last micro-batch's backward",
+            "scaler.unscale_(loop.optimizer)  # once they",
+        ),
+        (
+            never_updates,
+            "call scaler.unscale_(loop.optimizer) before scaler.step(loop.optimizer), and scaler.update() after",
+            "scaler.update()",
+        ),
+    ],
+)
+def test_the_call_that_is_missing_is_named_with_the_users_variable(tmp_path, loop, change, line):
+    seen = []
+
+    def kept(parts):
+        seen.append(parts)
+        loop(parts)
+
+    with pytest.raises(RuntimeError, match="called"):
+        Refused(tmp_path, kept)
+    (report,) = seen[0].reports
+    (finding,) = report.findings
+    assert finding.prescription.value == change
+    code = code_of(finding.prescription, setting_of(report, finding), finding.cause)
+    assert len(code.torch) <= 3
+    assert any(one.startswith(line) for one in code.torch)
+
+
 def test_another_error_is_no_refusal(tmp_path):
     seen = []
 

@@ -110,7 +110,12 @@ def test_a_healthy_run_leads_to_what_comes_after_its_steps():
     run = Report(command="bisect-nan", target=RUN, verdict="healthy", run={"steps": 8}, skipped=further)
     assert said(run) == "if a later step fails, replay more: ampdoctor bisect-nan run.py:make_run --steps 16"
     script = replace(run, target={"factory": "train.py", "arguments": ["--lr", "1"]})
-    assert next_step(script).line == "ampdoctor run train.py --lr 1"
+    assert next_step(script).line == "ampdoctor bisect-nan train.py --until-sick -- --lr 1"
+    assert "ampdoctor run" in next_step(script).said
+    fewer = replace(script, target={**script.target, "options": {"--steps": ["4"]}})
+    assert next_step(fewer) == next_step(script), "--until-sick takes no --steps"
+    farther = replace(script, target={**script.target, "options": {"--until-sick": []}})
+    assert next_step(farther).line == "ampdoctor run train.py --lr 1"
     watched = replace(script, run={"steps": 8, "kept": {"health": "ampdoctor-health/1-train"}})
     assert next_step(watched).line == "ampdoctor health ampdoctor-health/1-train"
 

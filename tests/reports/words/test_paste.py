@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ import torch
 from torch import nn
 
 import ampdoctor
+from ampdoctor.diagnosis.replay.nonfinite import MISUSE_ADVICE, for_optimizer
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Prescription, Report
 from ampdoctor.evidence.report_health import HealthSection, LookMark
 from ampdoctor.evidence.report_scaler import ScalerSection
-from ampdoctor.reports.fix_code import PROTOCOL, TrainingContext, code_of, setting_of
+from ampdoctor.reports.fix_code import TrainingContext, code_of, setting_of
 from ampdoctor.reports.json_report import render_json
 from tests.browser.health_pages import health_run
 from tests.samples import OVERFLOW, SICK
@@ -200,18 +202,29 @@ def test_an_optimizers_setting():
         assert optimizer.param_groups[0]["eps"] == 1e-3
 
 
-def test_the_order_of_calls():
-    code = code_of(made("code", "follow the order", "not_run"), CPU, "scaler_misuse")
-    assert (code.apply, code.torch) == ((), PROTOCOL)
+@pytest.mark.parametrize("misuse", [*MISUSE_ADVICE, "another"])
+@pytest.mark.parametrize("variable", ["optimizer", "od", "self.opt"])
+def test_of_the_order_of_calls_only_the_lines_that_a_misuse_lacks(misuse, variable):
+    advice = for_optimizer(MISUSE_ADVICE.get(misuse, "follow the order"), variable)
+    code = code_of(made("code", advice, "not_run"), CPU, "scaler_misuse")
+    assert code.apply == ()
+    assert 1 <= len(code.torch) <= 3
+    compile("\n".join(code.torch), "pasted", "exec")
+    if "(optimizer)" in MISUSE_ADVICE.get(misuse, ""):
+        assert (variable in advice, variable in " ".join(code.torch)) == (True, True)
+        assert variable == "optimizer" or not re.search(r"\boptimizer\b", " ".join(code.torch))
+
+
+@pytest.mark.parametrize("misuse", ["clip_grad_norm_", "gradient clipping"])
+def test_gradients_are_clipped_unscaled_by_the_lines(misuse):
+    code = code_of(made("code", MISUSE_ADVICE[misuse], "not_run"), CPU, "scaler_misuse")
     model = nn.Linear(4, 1)
     before = model.weight.detach().clone()
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=1.0)
     names = {"model": model, "scaler": scaler, "optimizer": optimizer, "max_norm": 0.5}
-    run(code.torch, loss=model(torch.ones(2, 4)).sum(), **names)
-    assert (model.weight - before).norm() <= 0.5
-    run(code.torch, loss=model(torch.full((2, 4), torch.inf)).sum(), **names)
-    assert scaler.get_scale() == 32768.0
-    assert model.weight.isfinite().all()
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    run(code.torch, **names)
+    assert 0.1 < (model.weight - before).norm() <= 0.5
 
 
 @pytest.mark.parametrize("status", ["not_run", "intervention"])
