@@ -135,7 +135,7 @@ def _too_few(checks: Mapping[str, str]) -> str:
     names: dict[tuple[str, str], list[str]] = {}
     for name, few in found.items():
         if few is not None:
-            names.setdefault((few[2], few[1]), []).append(f"the {name}")
+            names.setdefault((few[1], few[2]), []).append(f"the {name}")
     return ", ".join(
         f"{' and '.join(those)} {'need' if len(those) > 1 else 'needs'} {least} steps and "
         f"{'have' if len(those) > 1 else 'has'} {known}"
