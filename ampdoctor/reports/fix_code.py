@@ -26,6 +26,7 @@ class TrainingContext:
     half: str = "float16"  # the half dtype that it computes in
     autocast: bool = True  # False for a half model without autocast
     scaled: bool = True  # False without a GradScaler: then one must be added to the loop
+    batch_holds: str = ""  # "nan" or "inf" where the finding's batch itself holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ def setting_of(report: Report, finding: Finding | None = None) -> TrainingContex
         half=_HALF.get(str(run.get("precision")), "float16"),
         autocast=run.get("autocast", True) is not False,
         scaled=not run or (scaler is not None and not scaler.get("by_hand")),
+        batch_holds=(finding.where.nonfinite or "") if finding and finding.evidence.get("origin") == "data" else "",
     )
 
 
@@ -226,14 +228,27 @@ def _optimizer(prescription: Prescription, _setting: TrainingContext) -> Code:
     return Code(_apply(prescription, "optimizer"), (first, *lines))
 
 
-def _skip_batch(prescription: Prescription, _setting: TrainingContext) -> Code:
+def _skip_batch(prescription: Prescription, setting: TrainingContext) -> Code:
+    """Return a check that works in any loop where the batch is not finite; else lines that count the batches."""
     batch = prescription.value
     if not isinstance(batch, int):
         return Code()
+    if setting.batch_holds in ("nan", "inf"):
+        return Code(
+            torch=(
+                "from torch.utils._pytree import tree_leaves",
+                "",
+                "for batch in batches:",
+                f"    if any(torch.is_tensor(t) and t.is{setting.batch_holds}().any() for t in tree_leaves(batch)):",
+                f"        continue  # batch {batch} of the replay is one of these",
+            )
+        )
     return Code(
         torch=(
-            "for index, batch in enumerate(batches):  # from 0, where the replay begins",
-            f"    if index == {batch}:",
+            "index = -1  # where the replay begins: before the first epoch, or behind the checkpoint",
+            "for batch in batches:",
+            "    index += 1  # counts the batches of all epochs",
+            f"    if index == {batch}:  # the same batch only in the same order: seed what shuffles",
             "        continue",
         )
     )

@@ -178,7 +178,7 @@ def yours(prescription: Prescription) -> str:
     if prescription.kind == "skip_batch":
         return (
             f"batch {prescription.value} is to be left out where the loop draws its batches, which no change of the "
-            f"model does: `if index == {prescription.value}: continue`"
+            f"model does: `if index == {prescription.value}: continue`, where index counts the batches of all epochs"
         )
     return f"only the code can be changed: {prescription.detail or prescription.value}"
 

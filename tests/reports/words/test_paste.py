@@ -227,6 +227,32 @@ def test_gradients_are_clipped_unscaled_by_the_lines(misuse):
     assert 0.1 < (model.weight - before).norm() <= 0.5
 
 
+NAN_AT_5 = {"origin": "data"}, "nan"
+INF_AT_5 = {"origin": "data"}, "inf"
+FINITE = {"origin": "op"}, "inf"
+
+
+def batches_of(shape, bad):
+    """Nine batches, the sixth with a value that is not finite."""
+    values = [torch.full((2,), bad if number == 5 else 1.0) for number in range(9)]
+    return [{"tuple": (x, torch.tensor([3])), "dict": {"x": {"y": x}, "name": "a"}, "tensor": x}[shape] for x in values]
+
+
+@pytest.mark.parametrize("shape", ["tuple", "dict", "tensor"])
+@pytest.mark.parametrize(("evidence", "nonfinite"), [NAN_AT_5, INF_AT_5, FINITE])
+def test_the_lines_leave_out_a_batch_of_any_epoch(shape, evidence, nonfinite):
+    where = Where(step=5, phase="data", nonfinite=nonfinite)
+    finding = replace(SICK.findings[0], where=where, evidence=evidence, prescription=made("skip_batch", 5))
+    lines = code_of(finding.prescription, setting_of(SICK, finding), "bad_data").torch
+    first = next(number for number, line in enumerate(lines) if line.startswith("for "))
+    before, loop = lines[:first], [f"    {line}" for line in lines[first:]]
+    kept = []
+    every = batches_of(shape, float(nonfinite))
+    epochs = every[:3], every[3:6], every[6:]
+    run([*before, "for batches in epochs:", *loop, "        kept.append(id(batch))"], epochs=epochs, kept=kept)
+    assert kept == [id(batch) for number, batch in enumerate(every) if number != 5]
+
+
 @pytest.mark.parametrize("status", ["not_run", "intervention"])
 @pytest.mark.parametrize("names", [["inner"], ["inner.fc", "up", "norm"] * 10])
 def test_lines_for_what_is_not_proved_say_so(status, names):
