@@ -105,6 +105,7 @@ class Tally:
 
     def __init__(self, *, incomplete: bool) -> None:
         self.incomplete = incomplete  # something was not seen: without findings, the training is not proved healthy
+        self.unscaled = False  # it computed in fp16, and no scaler scaled a loss
         self.warned: set[tuple[str, int | None]] = set()  # code and step of the warnings that are no alerts
         self._before = OWN_TIME.seconds, OWN_TIME.apart, perf_counter()
         self._share = ""
@@ -117,9 +118,12 @@ class Tally:
         self._share = f"{100 * share:.1f} %" if share >= 0.0005 else "less than 0.1 %"
 
     def said(
-        self, lines: StepLines, report: Report | None, alerting: Alerting | None, *, lost: int, log: str
+        self, lines: StepLines, report: Report | None, alerting: Alerting | None, request: WatchRequest, *, lost: int
     ) -> str | None:
-        """Returns the line; None where there was no step. With fewer steps than a rule needs, nothing is healthy."""
+        """Returns the line; None where there was no step. With fewer steps than a rule needs, nothing is healthy.
+
+        Nor is fp16 without a GradScaler: the loss goes on although gradients become zero, which only a replay shows.
+        """
         steps, taken = lines.attempted, lines.taken
         if not steps:
             return None
@@ -127,10 +131,13 @@ class Tally:
         behind = effects(seen)
         found = self.warned | {(one.code, one.where.step) for at, one in enumerate(seen) if at not in behind}
         count = len(found) or int(report is not None)
-        judged = not self.incomplete and taken - lost >= LEAST
+        judged = not self.incomplete and not self.unscaled and taken - lost >= LEAST
         state = f"{count} finding{'s' * (count != 1)}" if count else "healthy" if judged else "no finding"
         cost = f"the watch took {self._share} of the time"
-        more = f"; what to do: ampdoctor health {shlex.quote(log)}" if count else ""
+        more = f"; what to do: ampdoctor health {shlex.quote(request.named or request.health)}" if count else ""
+        if self.unscaled and not count:
+            again = shlex.join([request.script, *(["--", *request.arguments] if request.arguments else [])])
+            more = f"; fp16 without a GradScaler: lost gradients are found by ampdoctor bisect-nan {again}"
         return f"{steps} step{'s' * (steps != 1)} watched, {state}, {steps - taken} skipped ({cost}){more}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ from ampdoctor.diagnosis.replay.precision import advise_precision
 from ampdoctor.diagnosis.replay.scaler import run_scaler_findings
 from ampdoctor.diagnosis.replay.updates import stagnation_expected
 from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.report_replay import NOT_COMPARED, ProofSection
 from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerArguments, ScalerSection
@@ -50,6 +51,10 @@ _UNSETTLED = frozenset({"not_replayed", "not_in_half"})
 _UNEXPLAINED = frozenset({"AMP206", "AMP207"})
 """Codes of a recommendation's findings if ranges explain nothing."""
 _HARM = frozenset({"error", "warning"})
+_SCALER = ("init_scale", "scaler")
+"""Kinds of changes of the scaler."""
+_LOSS_SCALE = "loss scale"
+_FORMATS = {"bfloat16": ("bf16",), "float16": ("fp16",), "float32": ("fp32", "tf32")}
 
 
 def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
@@ -108,7 +113,7 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
         proof=proof_of(findings) or report.proof,
     )
     sick = any(finding.severity == "error" for finding in decided(report).found)
-    return replace(report, verdict="sick") if sick else report
+    return one_answer(replace(report, verdict="sick") if sick else report)
 
 
 def other_cause(search: Report, set_aside: SetAside) -> bool:
@@ -140,6 +145,75 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
 def _is_of_the_scale(finding: Finding) -> bool:
     """Whether it is of the loss scale, not in the run's past (AMP7xx), which only a log shows."""
     return finding.cause in SCALING and not finding.code.startswith("AMP7")
+
+
+# -- one answer: the change of a finding leads, and no other advice contradicts it --
+
+
+def one_answer(report: Report) -> Report:
+    """Returns the report without the precision and the scaler that are another answer than the findings' own change.
+
+    What was measured with the present scaler stays. A scaler that a finding names untried has the settings that are
+    derived from the run.
+    """
+    fix = _change_of(report.findings)
+    if fix is None:
+        return report
+    advice, scaler, checks = report.precision, report.scaler, report.checks
+    if advice is not None and advice.precision not in _formats_after(fix, report.run["precision"]):
+        advice = None
+    if scaler is None:
+        return replace(report, precision=advice)
+    findings, derived = report.findings, scaler.recommended if scaler.change else None
+    if derived is not None and fix.kind in _SCALER and fix.status == "not_run":
+        findings = tuple(_with_settings(finding, asdict(derived)) for finding in findings)
+    elif not _is_in(fix, scaler):
+        now = scaler.before if scaler.change else scaler.observed
+        if scaler.change or fix.kind in _SCALER:
+            other = "as the finding's change says"
+            checks = tuple(replace(one, result=other) if one.name == _LOSS_SCALE else one for one in checks)
+        scaler = ScalerSection(current=scaler.current, observed=now, emit=scaler.emit)
+    return replace(report, findings=findings, checks=checks, precision=advice, scaler=scaler)
+
+
+def _with_settings(finding: Finding, derived: Mapping[str, float]) -> Finding:
+    """Returns a finding whose untried scaler has the derived settings."""
+    fix = finding.prescription
+    if fix is None or fix.kind not in _SCALER or fix.status != "not_run" or finding.severity not in _HARM:
+        return finding
+    if _init_scale(fix) == derived["init_scale"]:
+        return finding
+    said = ", ".join(f"{name}={exact(value)}" for name, value in derived.items())
+    detail = f"GradScaler({said})" if fix.detail.startswith("GradScaler(") else fix.detail
+    return replace(finding, prescription=replace(fix, kind="scaler", value=derived, detail=detail))
+
+
+def _change_of(findings: Sequence[Finding]) -> Prescription | None:
+    """Returns the first verified change of the precision or the scaler for an error or a warning, else the first.
+
+    Not a change of what the optimizer keeps, which goes with any precision of the compute.
+    """
+    harm = [one for one in findings if one.severity in _HARM and one.cause != "optimizer_precision"]
+    made = [one.prescription for one in harm if one.prescription is not None]
+    made = [fix for fix in made if fix.kind in {"dtype", "fp32_modules", *_SCALER}]
+    return next((fix for fix in made if fix.verified), made[0] if made else None)
+
+
+def _formats_after(fix: Prescription, own: str) -> tuple[str, ...]:
+    """Returns the format in which the run computes after a change; TF32 counts as fp32."""
+    return _FORMATS[fix.value] if fix.kind == "dtype" else (own,)
+
+
+def _init_scale(fix: Prescription) -> float:
+    return float(fix.value if fix.kind == "init_scale" else fix.value["init_scale"])
+
+
+def _is_in(fix: Prescription, scaler: ScalerSection) -> bool:
+    """Whether the scaler that the section says goes with the change."""
+    if fix.kind == "fp32_modules":
+        return not scaler.change or "GradScaler(" in fix.detail
+    is_other = fix.kind == "dtype" or not scaler.change or scaler.recommended is None
+    return not is_other and scaler.recommended.init_scale == _init_scale(fix)
 
 
 # -- from ranges: the closed forms and their simulation, then replays with the run's own scaling and the recommended --
@@ -178,7 +252,8 @@ def recommend_from_file(path: str, request: ReplayRequest) -> Report:
         report = replace(report, verdict="inconclusive")
     skipped = Skipped(what="replay", reason="ranges alone were given, not the run: give the factory for a replay")
     target = {"profile": path, **request.described_advice()}
-    return replace(report, target=target, run=run_of_file(path, ranges), skipped=(*report.skipped, skipped))
+    skips = (*report.skipped, skipped)
+    return one_answer(replace(report, target=target, run=run_of_file(path, ranges), skipped=skips))
 
 
 def _loses(ranges: RangeProfile, report: Report) -> bool:
@@ -241,7 +316,7 @@ class _Recommendation:
         current = self._current()
         if ranges.nonfinite_steps:
             self.findings += range_findings(ranges, self.request.thresholds)
-            self._say("loss scale", "not derived: the run is not finite in fp32")
+            self._say(_LOSS_SCALE, "not derived: the run is not finite in fp32")
             return ScalerSection(current=current), None
         if ranges.run.precision != "fp16":
             self._say("loss scaling", f"not needed in {ranges.run.precision}: its exponents reach as far as fp32's")
@@ -263,7 +338,7 @@ class _Recommendation:
         no_scale = judgement.no_scale or refused is not None
         keep = "no loss scale helps" if no_scale else "no change needed: a change gains nothing measurable"
         keep = keep if refused is None else refused
-        self._say("loss scale", "change" if change else keep)
+        self._say(_LOSS_SCALE, "change" if change else keep)
         changed = then() if change else None
         if changed is not None:
             status, _ = changed.cures(now, skips=advice.then.skipped)
@@ -342,12 +417,13 @@ class _Recommendation:
 
     def _emitted(self, advice: Advice | None, section: ScalerSection, precision: PrecisionAdvice) -> EmittedSettings:
         """Returns the recommended precision and, for fp16, the settings to use, in a framework's terms."""
-        settings = ScalerSettings()
-        scaled = advice is not None and precision.precision == "fp16"
+        settings, fix = ScalerSettings(), _change_of(self.findings)
+        chosen = precision.precision if fix is None else _formats_after(fix, self.ranges.run.precision)[0]
+        scaled = advice is not None and chosen == "fp16"
         if advice is not None and scaled:
             kept = not section.change and section.recommended is not None
             settings = advice.current if kept else advice.recommended
-        otherwise: Literal["bf16", "fp32"] = "fp32" if precision.precision in ("fp32", "tf32") else "bf16"
+        otherwise: Literal["bf16", "fp32"] = "fp32" if chosen in ("fp32", "tf32") else "bf16"
         made = emit(
             settings,
             self.request.framework,

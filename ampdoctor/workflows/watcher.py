@@ -22,7 +22,7 @@ from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report_target import Kept, Run
 from ampdoctor.hooks.backwards import parameters_of
-from ampdoctor.hooks.callbacks import Clip, on_gradient
+from ampdoctor.hooks.callbacks import Clip, is_enabled, on_gradient
 from ampdoctor.hooks.interfaces import OWN_TIME, causes_of, code_of, describe, is_out_of_memory
 from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.program import PriorSteps, Program
@@ -188,6 +188,8 @@ class TrainingWatcher:
             self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
+        scaler = self._watch.scalers.last
+        self._tally.unscaled = self._numbers.in_fp16 and (scaler is None or not is_enabled(scaler))
         self._tally.ended(code_of(error))
         interrupted = self._rank.finish_scans(error)
         reason, lines = "" if error is None else type(error).__name__, self._lines
@@ -197,8 +199,7 @@ class TrainingWatcher:
 
     def summary(self) -> str | None:
         """Returns what was seen, in a sentence, once the log is closed; None where there was no step."""
-        log = self._request.named or self._request.health
-        said = self._tally.said(self._lines, self.report, self._rank.alerting, lost=self._numbers.lost, log=log)
+        said = self._tally.said(self._lines, self.report, self._rank.alerting, self._request, lost=self._numbers.lost)
         return None if said is None else said + self._rank.resume_from()
 
     # -- what the loop does --

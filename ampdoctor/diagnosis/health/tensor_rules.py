@@ -129,6 +129,7 @@ HEADROOM_RUNS_OUT = rule("AMP726", WATCHED)
 HEADROOM_LOOKS = 8
 _STEADY = 5  # of the seven changes between eight looks, as many must go down
 _LEAST_DRIFT = 0.5  # powers of two of headroom lost over the looks: less is noise
+_FAR = 8.0  # powers of two of headroom above which a drift over eight looks is no forecast
 
 
 @HEADROOM_RUNS_OUT.judges(TensorState)
@@ -146,7 +147,10 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
     lost = medians(rooms[:, :3]) - medians(rooms[:, -3:])
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.where(drift < 0, rooms[:, -1] / -drift, np.inf)
-    hit = np.flatnonzero(steady & (lost >= _LEAST_DRIFT) & (left <= thresholds[HEADROOM_RUNS_OUT["horizon"]]))
+    near = thresholds[HEADROOM_RUNS_OUT["near"]]
+    close = rooms[:, -1] <= max(_FAR, near)
+    ends = left <= thresholds[HEADROOM_RUNS_OUT["horizon"]]
+    hit = np.flatnonzero(steady & (lost >= _LEAST_DRIFT) & close & ends)
     if not len(hit):
         return
     worst = hit[np.argmin(left[hit])]
@@ -158,7 +162,7 @@ def _headroom_runs_out(moment: TensorState, thresholds: Thresholds) -> Iterator[
         else f"is {figure(2.0**now)} times smaller than the largest value of its dtype, and grows: it overflows "
         f"{ahead(float(left[worst]))}"
     )
-    severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT["near"]] else "note"
+    severity: Severity = "warning" if now < near else "note"
     yield HEADROOM_RUNS_OUT.finding(
         severity,
         f"The output of {TENSOR} {said}.",

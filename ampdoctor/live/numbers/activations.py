@@ -50,6 +50,7 @@ class Activations:
 
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         self.taken: list[Activation] = []  # in the running step
+        self.in_fp16 = False  # an output in fp16 was sampled in any step
         self._fail = fail
         self._hooks = UncopiedHooks()
         self._calls: Counter[str] = Counter()
@@ -112,6 +113,7 @@ class Activations:
         if self._last is not None and self._last() is tensor:  # its last submodule has returned the same tensor
             return
         self._last = weakref.ref(tensor)
+        self.in_fp16 |= tensor.dtype is torch.float16
         (samples,), (norms,) = sample([(path, tensor)]), norms_of([(path, tensor)])
         found = Activation(
             part=f"output.{inner}" if inner else "output",

@@ -132,6 +132,11 @@ class StepNumbers:
         return self._later.lost
 
     @property
+    def in_fp16(self) -> bool:
+        """Whether a module's output in fp16 was seen in a step that was `looking`."""
+        return self._activations.in_fp16
+
+    @property
     def rests(self) -> bool:
         """Whether something has failed, or its ops would become part of a compiled or captured graph."""
         if self.failed is not None or torch.compiler.is_compiling():

@@ -17,6 +17,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.workflows import watch as seam
 from ampdoctor.workflows.log_listeners import Tally
+from ampdoctor.workflows.requests import WatchRequest
 
 FOUND = Finding(
     code="AMP201",
@@ -162,9 +163,29 @@ def test_healthy_is_said_where_steps_were_judged_and_nothing_was_found_or_missed
     tally = Tally(incomplete=gap)
     tally.warned |= {("AMP407", 3)} if warned else set()
     tally.ended(code)
-    shown = tally.said(SimpleNamespace(attempted=40, taken=39), None, None, lost=lost, log="a b")
+    request = WatchRequest(health="/a b", named="a b", script="train.py")
+    shown = tally.said(SimpleNamespace(attempted=40, taken=39), None, None, request, lost=lost)
     assert shown.startswith(f"40 steps watched, {said}, 1 skipped (the watch took ")
     assert shown.endswith("; what to do: ampdoctor health 'a b'") == (said == "1 finding")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned", "said"),
+    [
+        ((), 0, "; fp16 without a GradScaler: lost gradients are found by ampdoctor bisect-nan train.py"),
+        (("--lr", "1"), 0, "found by ampdoctor bisect-nan train.py -- --lr 1"),
+        ((), 1, "; what to do: ampdoctor health 'a b'"),
+    ],
+)
+def test_fp16_without_a_scaler_is_not_called_healthy(arguments, warned, said):
+    tally = Tally(incomplete=False)
+    tally.unscaled = True
+    tally.warned |= {("AMP407", 3)} if warned else set()
+    tally.ended(0)
+    request = WatchRequest(health="/a b", named="a b", script="train.py", arguments=arguments)
+    shown = tally.said(SimpleNamespace(attempted=40, taken=40), None, None, request, lost=0)
+    assert "healthy" not in shown
+    assert shown.endswith(said)
 
 
 def test_rank_0_alone_says_what_was_watched(run, watch, monkeypatch):

@@ -139,6 +139,15 @@ def test_headroom_that_runs_out():
     assert note.evidence["steps_left"] == pytest.approx(note.evidence["log2_headroom"] / 0.3 * 20, rel=0.1)
 
 
+def test_headroom_far_from_the_limit_is_no_forecast():
+    """A third of a power of two a look would end after 1,000 steps; over eight looks it is a training that learns."""
+    drift = lambda look, one: replace(one, log2_headroom=16 - 0.3 * look) if one.role == "activation" else one  # noqa: E731
+    assert judged(details(27, change=drift)) == []  # 8.2 powers of two are left
+    (note,) = judged(details(29, change=drift))
+    assert (note.code, note.severity) == ("AMP726", "note")
+    assert 7 < note.evidence["log2_headroom"] <= 8
+
+
 @pytest.mark.parametrize(("lost", "first"), [(0.35, "logits"), (0.0, "scale")])
 def test_a_scale_that_falls_follows_the_drift_that_was_told(lost, first):
     drift = lambda look, one: replace(one, log2_headroom=8 - lost * look) if one.role == "activation" else one  # noqa: E731

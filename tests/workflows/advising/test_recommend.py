@@ -273,6 +273,76 @@ def test_a_step_that_both_scalers_skip_before_they_find_their_level():
     assert report.precision.precision == "fp16", "a scaler that finds its level is no reason for another format"
 
 
+UNSCALED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+opt = torch.optim.AdamW(model.parameters())
+for it in range(8):
+    x, y = torch.randn(64, 32), torch.randint(4, (64,))
+    opt.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = 1e-5 * nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    opt.step()
+"""
+
+
+def test_where_a_finding_says_bf16_nothing_else_is_recommended(tmp_path, check_report):
+    """The loop has no scaler that could be replaced: fp16 fits at 2^24, and only bf16 can be tried."""
+    script = tmp_path / "train.py"
+    script.write_text(UNSCALED, encoding="utf-8")
+    report = recommend(ReplayRequest(factory=str(script), device="cpu", emit="torch"))
+    (finding,) = report.findings
+    assert (finding.code, finding.prescription.kind, finding.prescription.status) == ("AMP301", "dtype", "verified")
+    assert report.precision is None
+    assert (report.scaler.change, report.scaler.recommended) == (False, None)
+    assert report.scaler.observed.flushed.weight_grad > 0.5
+    assert "bfloat16" in report.scaler.emit.text
+    assert [check.result for check in report.checks if check.name == "loss scale"] == ["as the finding's change says"]
+    shown = render(report)
+    assert "init_scale" not in shown
+    assert "is what the run has" not in shown
+    assert next_step(report).said.startswith("paste the lines of the fix")
+    check_report(render_json(report))
+
+
+ADVICE = PrecisionAdvice(target="a100", precision="bf16", why="it fits")
+
+
+@pytest.mark.parametrize(
+    ("fix", "stays", "scale"),
+    [
+        ({"kind": "dtype", "value": "bfloat16"}, ADVICE, None),
+        ({"kind": "dtype", "value": "float32"}, None, None),
+        ({"kind": "scaler", "value": {"init_scale": 2.0**20}}, None, 2.0**20),
+        ({"kind": "init_scale", "value": 2.0**16}, None, None),
+        ({"kind": "fp32_modules", "value": ["head"]}, None, None),
+        ({"kind": "fp32_modules", "value": ["head"], "detail": "with GradScaler(init_scale=1048576)"}, None, 2.0**20),
+        ({"kind": "optimizer", "value": {"eps": 1e-5}}, ADVICE, 2.0**20),
+    ],
+)
+def test_the_sections_say_what_a_verified_change_says(fix, stays, scale):
+    finding = replace(UNDERFLOW, severity="error", prescription=Prescription(status="verified", **fix))
+    report = replace(SICK, run={"precision": "fp16"}, findings=(finding,), precision=ADVICE)
+    answer = one_answer(report)
+    assert SICK.scaler.recommended.init_scale == 2.0**20
+    assert answer.precision == stays
+    assert answer.findings == (finding,)
+    assert (answer.scaler.recommended.init_scale if answer.scaler.change else None) == scale
+
+
+def test_an_untried_scaler_has_the_settings_of_the_run():
+    usual = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    fix = Prescription(kind="scaler", value=usual, status="not_run", detail="GradScaler(init_scale=65536)")
+    finding = replace(UNDERFLOW, severity="warning", prescription=fix)
+    answer = one_answer(replace(SICK, run={"precision": "fp16"}, findings=(finding,)))
+    assert answer.scaler == SICK.scaler
+    assert answer.findings[0].prescription.value == asdict(SICK.scaler.recommended)
+    assert answer.findings[0].prescription.detail.startswith("GradScaler(init_scale=1048576, growth_factor=2")
+
+
 def test_a_step_that_both_scalers_skip_to_the_end():
     report = for_run("detour", options={"steps": 4}, binades=15, steps=4)
     (finding,) = report.findings
