@@ -97,7 +97,7 @@ def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls():
     ("how", "op", "mark", "words", "advice"),
     [
         ("unscaled", "scaler.step", "STEP", "_scale is None", "scaler.scale(loss).backward()"),
-        ("twice", "scaler.unscale_", "TWICE", "already been called", "at most once an optimizer"),
+        ("twice", "scaler.unscale_", "TWICE", "already been called", "once, after the last micro-batch's backward"),
         ("past_it", "optimizer.step", "PAST", "No inf checks", "in place of optimizer.step()"),
         ("half", "scaler.step", "HALF", "4 trained parameters are in fp16", "no model.half()"),
         ("no_gradients", "scaler.step", "STEP", "No inf checks", "whose parameters got gradients"),
