@@ -112,8 +112,8 @@ def test_a_sick_checkpoint_is_named_and_let_go_and_stays_where_it_lies(tmp_path:
     run.save("step-1.pt", SICK)
     run.step(5)
     run.end()
-    assert run.known()["step-1.pt"] == ("sick", "layer.bias holds 1 NaN among 4 float32 values.")
-    assert run.said == ["checkpoint step-1.pt is sick: layer.bias holds 1 NaN among 4 float32 values."]
+    assert run.known()["step-1.pt"] == ("sick", "layer.bias holds 1 NaN among 4 values in fp32.")
+    assert run.said == ["checkpoint step-1.pt is sick: layer.bias holds 1 NaN among 4 values in fp32."]
     assert (run.out / "step-1.pt").exists()
     assert run.kept == set()
     assert not (run.health / "last_good").exists()
