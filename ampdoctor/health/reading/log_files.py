@@ -208,6 +208,8 @@ def _quoted_together(texts: Iterable[str]) -> Iterator[str]:
 def json_rows(lines: Iterable[bytes], left: SkippedLines) -> Iterator[Mapping[str, Any]]:
     """Yields the objects among lines; other lines are skipped, and count as damaged if they begin like an object."""
     for line in _texts(lines):
+        if not line.lstrip().startswith("{"):  # as in most texts, where trying would be slow
+            continue
         try:
             row = json.loads(line)
             if isinstance(row, dict) and len(row) != line.count(":"):  # a key may stand twice
