@@ -212,8 +212,9 @@ def _is_in(fix: Prescription, scaler: ScalerSection) -> bool:
     """Whether the scaler that the section says goes with the change."""
     if fix.kind == "fp32_modules":
         return not scaler.change or "GradScaler(" in fix.detail
-    is_other = fix.kind == "dtype" or not scaler.change or scaler.recommended is None
-    return not is_other and scaler.recommended.init_scale == _init_scale(fix)
+    if fix.kind == "dtype" or not scaler.change or scaler.recommended is None:
+        return False
+    return scaler.recommended.init_scale == _init_scale(fix)
 
 
 # -- from ranges: the closed forms and their simulation, then replays with the run's own scaling and the recommended --

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.diagnosis.catalogue import thresholds_from
+from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report_scaler import ScalerSection
+from ampdoctor.evidence.run_facts import PrecisionAdvice
+from ampdoctor.reports.human import plain_text
 from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.profile import read_profile, write_profile
-from ampdoctor.workflows.recommend import recommend, recommend_from_file
+from ampdoctor.workflows.recommend import one_answer, recommend, recommend_from_file
 from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus.reports import (
@@ -21,6 +25,7 @@ from tests.corpus.reports import (
     saved_profile,
     sort_of,
 )
+from tests.samples import SICK, UNDERFLOW
 
 ROOT = Path(__file__).parents[3]
 RUNS = str(Path(__file__).parents[1] / "measuring" / "ranges_runs.py")
@@ -301,7 +306,7 @@ def test_where_a_finding_says_bf16_nothing_else_is_recommended(tmp_path, check_r
     assert report.scaler.observed.flushed.weight_grad > 0.5
     assert "bfloat16" in report.scaler.emit.text
     assert [check.result for check in report.checks if check.name == "loss scale"] == ["as the finding's change says"]
-    shown = render(report)
+    shown = plain_text(report)
     assert "init_scale" not in shown
     assert "is what the run has" not in shown
     assert next_step(report).said.startswith("paste the lines of the fix")
