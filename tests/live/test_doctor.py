@@ -412,3 +412,29 @@ def test_clocks_that_the_script_puts_in_place_of_python_s_harm_no_watch(attendin
     assert (seen.told, seen.said) == ([], [])
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert (kinds.count("step"), kinds[-1]) == (3, "end")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaler", "said"),
+    [("fp16", None, True), ("fp16", False, True), ("fp16", True, False), ("bf16", None, False)],
+)
+def test_the_last_line_says_where_fp16_had_no_scaler(dtype, scaler, said, tmp_path):
+    """`scaler` is whether it is enabled; None: there is none."""
+    seen = watcher.TrainingWatcher(WatchRequest(health=str(tmp_path), script="train.py"), print, print)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.amp.GradScaler("cpu", enabled=bool(scaler), init_scale=8.0)
+    with seen.attending():
+        for _ in range(3):
+            with torch.autocast("cpu", dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]):
+                loss = model(torch.ones(2, 4)).float().square().mean()
+            optimizer.zero_grad()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                own.scale(loss).backward()
+                own.step(optimizer)
+                own.update()
+        seen.ended(None)
+    assert ("; fp16 without a GradScaler: lost gradients are found by" in seen.summary()) is said
