@@ -78,7 +78,7 @@ def test_many_culprits_are_capped_and_the_rest_is_listed():
         ("norm_of_a_zero_row", "NORM", "aten.sqrt: "),
         ("nothing_counted_after_the_step", "COUNTED", "away from zero"),
         ("smoothing_over_a_mask", "SMOOTHED", "clamp operand 1 to"),
-        ("rounded_on_another_line", "ROUNDED", "compute this line in float32"),
+        ("rounded_on_another_line", "ROUNDED", "compute this line in fp32"),
     ],
 )
 def test_what_only_the_code_can_change_is_tried_at_its_line(name, mark, words):
