@@ -42,7 +42,7 @@ NOISE = 0.5
 """Relative change of a parameter's fp32 gradient, when the last bit of each weight and result changes, from which the
 gradient is noise. The bias of a key projection, whose true gradient is zero, is above 1; others are at 1e-3 and less,
 in a chaotic network too: rounding to fp32 is 2^-13 of rounding to fp16. Without the results, a saturated attention's
-key bias stays within half of what it was in a third of the cases: few scores have a derivative, and they round alike."""
+key bias stays within half of what it was in a third of the cases: few scores have a derivative, rounded alike."""
 
 
 # -- one step under changes: which ops write what, and how the updates differ --
