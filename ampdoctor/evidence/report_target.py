@@ -152,6 +152,7 @@ class Run(TypedDict, total=False):
         half_products: How a CPU multiplied fp16: through its fp32 kernels, rounded once; absent where nothing was.
         precision: The precision of the run, or the one that was asked for.
         autocast: Whether the run computes under autocast.
+        autocast_on: The device that a script's own autocast names, where that is the CPU; absent otherwise.
         steps: Optimizer steps that were replayed, or watched.
         step: Of a watched training, the sick step.
         optimizer: Of a watched training that steps several, whose step it is: what the script calls it, and its kind.
@@ -174,6 +175,7 @@ class Run(TypedDict, total=False):
     half_products: Literal["fp32"]
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     autocast: bool
+    autocast_on: Literal["cpu"]
     steps: Count
     step: Count
     optimizer: str

@@ -9,11 +9,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ampdoctor.hooks.backwards import parameters_of
 from ampdoctor.hooks.interfaces import ObservedRun
+from ampdoctor.hooks.torch_internals import in_backward
 from ampdoctor.numerics.tensors import Distance, together
-from ampdoctor.probes.ops import Probe
+from ampdoctor.probes.modules import is_watched, tensors_in
+from ampdoctor.probes.ops import OpProbe, Probe, Site
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -118,3 +121,25 @@ def distances(got: Gradients, reference: Gradients) -> dict[str, Distance]:
 def relative_error(got: Gradients, reference: Gradients) -> float:
     """Relative L2 error of all gradients together; inf where one is not finite. A missing gradient counts as zero."""
     return together(distances(got, reference).values()).relative
+
+
+class LastBitsProbe(OpProbe):
+    """Moves each fp32 result that depends on a weight by its last bit, up or down: rounding, drawn anew."""
+
+    def begin(self) -> None:
+        self._drawn = torch.Generator().manual_seed(0)
+
+    def on_op(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - the seam's signature
+        result = func(*args, **kwargs)
+        schema = func._schema
+        if schema.is_mutable or any(one.alias_info is not None for one in schema.returns):
+            return result  # a view, or values that were moved when they were made
+        if not in_backward() and not any(tensor.requires_grad for tensor in tensors_in([*args, *kwargs.values()])):
+            return result  # data, and numbers that the loop's code counts with
+        return tree_map_only(torch.Tensor, self._moved, result)
+
+    def _moved(self, result: torch.Tensor) -> torch.Tensor:
+        if result.dtype is not torch.float32 or not is_watched(result) or result.layout is not torch.strided:
+            return result
+        signs = torch.randint(0, 2, result.shape, generator=self._drawn).mul_(2).sub_(1)
+        return result * (1 + torch.finfo(torch.float32).eps * signs.to(result))

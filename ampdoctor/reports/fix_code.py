@@ -51,8 +51,9 @@ def setting_of(report: Report, finding: Finding | None = None) -> TrainingContex
         return _logged(report.health, finding)
     run, scaler = report.run, None if report.scaler is None else report.scaler.current
     native_cpu = run.get("policy") == "native" and str(run.get("device", "")).startswith("cpu")
+    on_cpu = native_cpu or run.get("autocast_on") == "cpu"
     return TrainingContext(
-        device="cpu" if native_cpu else "cuda",
+        device="cpu" if on_cpu else "cuda",
         half=_HALF.get(str(run.get("precision")), "float16"),
         autocast=run.get("autocast", True) is not False,
         scaled=not run or (scaler is not None and not scaler.get("by_hand")),

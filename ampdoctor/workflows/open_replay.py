@@ -113,6 +113,8 @@ def _passed_over(request: ReplayRequest, session: Session, step: int) -> int:
 
 # -- opening: the factory, the checkpoint, the device, CUDA's casts --
 
+_AS_ON_A_GPU = "replayed with CUDA's autocast, as on a GPU; --policy native replays the CPU's own"
+"""Said where the script's own autocast is the CPU's."""
 SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
 
@@ -205,6 +207,8 @@ class OpenReplay:
         else:
             begin_anew(session, request, self.notes.append)
         self.notes += run.notes
+        if self._names_the_cpu and self.device.type == "cpu" and self.policy == "cuda":
+            self.notes.append(_AS_ON_A_GPU)
         self.first_step = run.first_step
         self.finite_again = run.finite_again
         self.other_names = other_names(session.model)
@@ -251,6 +255,11 @@ class OpenReplay:
         others = {name: list(self.other_names[name]) for name in named if name in self.other_names}
         return replace(finding, evidence={**finding.evidence, "also_named": others}) if others else finding
 
+    @property
+    def _names_the_cpu(self) -> bool:
+        """Whether the autocast of the user's script is the CPU's, whatever list of ops the replay follows."""
+        return isinstance(self.factory, Script) and self.factory.autocast_on == "cpu"
+
     def described(self, session: Session, steps: int) -> Mapping[str, Any]:
         """Returns the report's `run` section."""
         return {
@@ -261,6 +270,7 @@ class OpenReplay:
             "steps": steps,
             "replays": session.replays,
             "torch": torch.__version__,
+            **({"autocast_on": "cpu"} if self._names_the_cpu else {}),
             **({"half_products": "fp32"} if self.detour is not None and self.detour.used else {}),
             **({"torch_shims": list(shims)} if (shims := torch_shims()) else {}),
             "threads": torch.get_num_threads(),

@@ -439,13 +439,16 @@ class TrainingWatcher:
 
     @harmless
     def _look_at_the_count(self) -> None:
-        """Report a training that has taken no step, although it looked like a scaler that settles."""
-        if self.report is not None or self._rank.alerting is None or self._lines.taken:
+        """Report a training that has taken no step, although a look at one did not show it to be sick."""
+        seen = self.report
+        if (seen is not None and seen.verdict != "inconclusive") or self._rank.alerting is None or self._lines.taken:
             return
         self._log.drain()
         finding = self._rank.alerting.errors.get(NO_STEP.code)
         if finding is not None:
             self._found(finding, finding.where.step or 0, "no step was taken")
+            if seen is not None:
+                self.report = replace(seen, verdict="sick", findings=(finding, *seen.findings))
 
     def _found(self, finding: Finding, step: int, what: str) -> None:
         run = Run(step=step, kept=self._kept(None))

@@ -230,6 +230,25 @@ def test_a_scale_with_which_one_step_is_well_is_no_verified_setting(attended):
     assert "this step, which is finite with it" in finding.prescription.reason
 
 
+def test_a_training_that_takes_no_step_is_sick_though_the_look_at_its_first_settled_nothing(attending):
+    with attending() as seen:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=0.99)
+        for _ in range(40):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(16, 8)).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [report.verdict for report in seen.told] == ["inconclusive", "sick"]
+    report = seen.watcher.report
+    assert report.verdict == "sick"
+    assert [(one.code, one.severity) for one in report.findings] == [("AMP740", "error"), ("AMP405", "warning")]
+
+
 def by_nan(model):
     model.weight.grad.add_(float("nan"))
 

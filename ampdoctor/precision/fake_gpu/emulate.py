@@ -30,6 +30,7 @@ from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, forget_c
 from ampdoctor.precision.kernels import CUSTOM_FWD_CAST, LOCK
 
 _PREVIOUS = "_ampdoctor_previous"
+_NAMED = "_ampdoctor_named"
 _CPU = "its tensors stay on the CPU."
 DEVICE_NOTE: Final = f"The code asks for CUDA devices; there are none here, and {_CPU}"
 YES_NOTE: Final = f"The code asks for CUDA; none is here: it is answered as by {answers.DESCRIBED}, and {_CPU}"
@@ -143,8 +144,15 @@ def _autocast_init(original: Any) -> Any:
         # Built disabled and then switched: the CPU's constructor warns about dtypes that CUDA's takes.
         original(self, "cpu", fast, False, cache_enabled)
         self._enabled = enabled
+        self.__dict__[_NAMED] = "cuda"
 
     return __init__
+
+
+def device_named(region: torch.autocast) -> str:
+    """Returns the device type that an autocast region was made for, which is "cpu" in torch for an emulated "cuda"."""
+    named: str = region.__dict__.get(_NAMED, region.device)
+    return named
 
 
 def _autocast_enter(original: Any) -> Any:

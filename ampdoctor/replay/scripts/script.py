@@ -155,6 +155,7 @@ class Script:
         self.name, self.path = runner.name, runner.path
         self._runner, self._files, self._shown = runner, runner.files, runner.shown
         self._learnt: _Learnt | None = None
+        self.autocast_on: str | None = None  # device type that its autocast names
 
     def user_code(self, what: str) -> AbstractContextManager[None]:
         """See `LoadedFactory.user_code`."""
@@ -225,6 +226,7 @@ class Script:
 
     def _run_of(self, learnt: _Learnt, run: ScriptRun) -> TrainingRun:
         lesson, loop = learnt.lesson, run.loop
+        self.autocast_on = lesson.autocast_on
         variables = Variables(loop.seen)
         optimizers = [run.made.at(number) for number in lesson.optimizers]
         scalers = tuple(run.made.at(number) for number in lesson.scalers)

@@ -17,6 +17,7 @@ from ampdoctor.hooks.callbacks import on_scaler_call
 from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards
 from ampdoctor.precision.casting import HALVES
 from ampdoctor.precision.dtype_overrides import computes_in
+from ampdoctor.precision.fake_gpu.emulate import device_named
 from ampdoctor.replay.batches import ORDER_UNKNOWN, epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.reachable_state import cell_contents
 from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
@@ -45,6 +46,7 @@ class LoopShape:
     optimizers: tuple[int, ...]  # positions in `CreatedObjects` of those that it steps
     scalers: tuple[int, ...]  # positions in `CreatedObjects` of those that it uses
     autocast: str | None  # format of its autocast regions; None without one
+    autocast_on: str | None  # device type that the first of them names ("cpu"), which an emulated GPU does not change
     ended: bool  # the loop has ended in its first step
 
 
@@ -64,7 +66,7 @@ def tried(  # noqa: C901 one loop, and its listeners
     """Runs a loop's body until an optimizer has stepped; `around` make the contexts around it."""
     stepped: dict[int, None] = {}
     scalers: dict[int, None] = {}
-    regions: set[torch.dtype] = set()
+    regions: dict[torch.dtype, str] = {}  # format -> device type of the first
 
     casts_kept = False
 
@@ -98,7 +100,7 @@ def tried(  # noqa: C901 one loop, and its listeners
         for told in (
             on_optimizer_step(step),
             on_scaler_call(scaling, methods=("scale",)),
-            _told_of_regions(regions.add),
+            _told_of_regions(regions.setdefault),
         ):
             stack.enter_context(told)
         stack.enter_context(on_training_call(call) if never_steps else nullcontext())
@@ -116,6 +118,7 @@ def tried(  # noqa: C901 one loop, and its listeners
             if said is not None or stepped or before == _MOST_BEFORE or count - before == _MOST_TOGETHER:
                 break
     ended = said is not None
+    half = next((dtype for dtype in HALVES if dtype in regions), None)
     more = 0 if ended or not stepped else sum(1 for _ in itertools.islice(source, max(0, ENOUGH - count)))
     return LoopShape(
         items=count + more,
@@ -124,18 +127,19 @@ def tried(  # noqa: C901 one loop, and its listeners
         updates=2 if around and casts_kept else 1,
         optimizers=tuple(stepped),
         scalers=tuple(scalers),
-        autocast=next((name for dtype, name in HALVES.items() if dtype in regions), None),
+        autocast=None if half is None else HALVES[half],
+        autocast_on=None if half is None else regions[half],
         ended=ended,
     )
 
 
-def _told_of_regions(tell: Callable[[torch.dtype], None]) -> AbstractContextManager[None]:
+def _told_of_regions(tell: Callable[[torch.dtype, str], object]) -> AbstractContextManager[None]:
     original = torch.autocast.__enter__
 
     def enter(region: Any) -> Any:
         dtype = computes_in(region)
         if dtype is not None:
-            tell(dtype)
+            tell(dtype, device_named(region))
         return original(region)  # type: ignore[no-untyped-call]
 
     return replaced(torch.autocast, "__enter__", enter)

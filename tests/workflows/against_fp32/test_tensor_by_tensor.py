@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.requests import ReplayRequest
+from ampdoctor.workflows.rerun_step import StepRerun
 
 
 class Branched(nn.Module):
@@ -63,3 +67,40 @@ def test_a_bias_before_a_batch_norm_gets_noise_and_does_not_hunger():
     """Its true gradient is zero; Adam makes full updates of what rounding leaves in fp32."""
     report = report_of(1.0, bias=True)
     assert (report.verdict, report.findings) == ("healthy", ())
+
+
+class Attention(nn.Module):
+    """Attention whose softmax is all but one-hot, as the gain makes it; its key bias has no gradient in theory."""
+
+    def __init__(self, gain):
+        super().__init__()
+        self.inp, self.head = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        with torch.no_grad():
+            self.q.weight.mul_(gain)
+            self.k.weight.mul_(gain)
+
+    def forward(self, x):
+        h = self.inp(x)
+        scores = self.q(h) @ self.k(h).transpose(1, 2)
+        return self.head((torch.softmax(scores.float(), -1).to(h.dtype) @ self.v(h)).mean(1))
+
+
+@pytest.mark.parametrize(("gain", "seed"), [(10, 0), (50, 2), (50, 7)])
+def test_the_key_bias_of_a_saturated_attention_gets_fp32_s_rounding_and_the_other_parameters_do_not(gain, seed):
+    """The weights' last bits alone leave that rounding much as it is with a gain of 50."""
+
+    def make():
+        torch.manual_seed(seed)
+        model = Attention(gain)
+        return TrainingRun(
+            model=model,
+            loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]).float(), batch[1]),
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            batches=[(torch.randn(16, 6, 8), torch.randint(4, (16,)))],
+            precision="bf16",
+        )
+
+    with open_replay(ReplayRequest(factory=make)) as replay, closing(replay.session()) as session:
+        assert session.has_step(0)
+        assert StepRerun(session, session.snapshot(), 0).noise() == {"k.bias"}
