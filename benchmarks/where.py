@@ -24,12 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 PACKAGE = ROOT / "ampdoctor"
 SERVICES = {
-    *(
-        "bisect_nan._attempted",
-        "close_look.trace",
-        "step_beside_fp32.beside_fp32",
-        "rerun_step.run",
-    ),
+    *("bisect_nan._attempted", "close_look.trace", "step_beside_fp32.beside_fp32", "rerun_step.run"),
     *("trials._in_fp32", "trials._run", "trials._wide_from", "measure.measured", "measure.shadowed"),
 }
 """Functions that run steps: a step that is computed counts for one of them."""

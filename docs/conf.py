@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(torch|nn|os|collections|typing|pathlib|types|ampdoctor\.(workflows|checkpoints|replay|evidence|training)\..*|[A-Z]\w*).*",
-    ),
+    )
 ]
 
 html_theme = "furo"

@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ampdoctor.evidence.location import Source, Where
-from ampdoctor.evidence.report import (
-    Check,
-    ErrorNote,
-    Finding,
-    FixedEntry,
-    Prescription,
-    Report,
-    Skipped,
-)
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, FixedEntry, Prescription, Report, Skipped
 from ampdoctor.evidence.report_scaler import FlushedGradients, ScalerArguments, ScalerSection, ScalingOutcome
 from ampdoctor.evidence.report_scan import ChangedCheckpoint, ChangeSection
 from ampdoctor.numerics.histogram import Histogram
@@ -96,9 +88,7 @@ SICK = Report(
         change=True,
         bound_by="encoder.block.3.ff.wo",
         predicted=ScalingOutcome(
-            skip_rate=0.0,
-            flushed=FlushedGradients(activation_grad=0.00001, weight_grad=0.125),
-            relative_error=1e-4,
+            skip_rate=0.0, flushed=FlushedGradients(activation_grad=0.00001, weight_grad=0.125), relative_error=1e-4
         ),
     ),
     profile={
@@ -147,13 +137,7 @@ INCOMPLETE = replace(
 )
 WARNED = replace(SICK, verdict="healthy", findings=(UNDERFLOW,))
 NOT_REPRODUCED = replace(HEALTHY, command="bisect-nan", verdict="not_reproduced")
-EVERY = {
-    "sick": SICK,
-    "healthy": HEALTHY,
-    "incomplete": INCOMPLETE,
-    "warned": WARNED,
-    "not_reproduced": NOT_REPRODUCED,
-}
+EVERY = {"sick": SICK, "healthy": HEALTHY, "incomplete": INCOMPLETE, "warned": WARNED, "not_reproduced": NOT_REPRODUCED}
 
 
 def renderer(form):

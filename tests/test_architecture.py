@@ -35,10 +35,7 @@ DIRECT = {
 """Each room, and the rooms that its arrows point at; what those point at may be used as well."""
 
 HERE = "(files directly in the room)"
-STOREYS = {
-    "diagnosis": (HERE, "health", "scan", "replay"),
-    "health": ("reading", "sinks", HERE),
-}
+STOREYS = {"diagnosis": (HERE, "health", "scan", "replay"), "health": ("reading", "sinks", HERE)}
 """Rooms with storeys of their own, from the ground up: a file may import from its own storey and from those below."""
 MOST_LINES = 700
 """In a file: more cannot be read in one sitting."""

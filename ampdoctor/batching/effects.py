@@ -107,12 +107,7 @@ def smaller(log2: float) -> str:
 
 
 def flushed_plan(
-    profile: RangeProfile,
-    before: AnyPlan,
-    after: AnyPlan,
-    reduction: Reduction = "mean",
-    *,
-    file: str = "",
+    profile: RangeProfile, before: AnyPlan, after: AnyPlan, reduction: Reduction = "mean", *, file: str = ""
 ) -> FlushedByPlan:
     """Returns the flushed shares of every gradient under both plans, and the `init_scale` that keeps them.
 

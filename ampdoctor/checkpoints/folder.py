@@ -249,12 +249,7 @@ def _left_alone(name: str, *, indexed: bool) -> str | None:
 LOOSE_FILES = Layout(name="", claims=_claims, read=_read)
 
 
-LAYOUTS: tuple[Layout, ...] = (
-    DISTRIBUTED,
-    INDEXED,
-    DEEPSPEED,
-    LOOSE_FILES,
-)
+LAYOUTS: tuple[Layout, ...] = (DISTRIBUTED, INDEXED, DEEPSPEED, LOOSE_FILES)
 """The layouts of a folder, in order. Each reads the files that it claims and that those before it have left."""
 
 _FOLDERS_BELOW = 100

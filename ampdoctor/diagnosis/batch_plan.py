@@ -51,11 +51,7 @@ def _nothing_fits(section: PlanSection, _: Thresholds) -> Iterator[Finding]:
     memory = section.memory
     if memory.max_micro_batch >= 1:
         return
-    known = {
-        "device_bytes": memory.device,
-        "states_bytes": memory.states_after,
-        "per_sample_bytes": memory.per_sample,
-    }
+    known = {"device_bytes": memory.device, "states_bytes": memory.states_after, "per_sample_bytes": memory.per_sample}
     yield NOTHING_FITS.finding(
         "error",
         f"Not even one sample fits a device of the new cluster: {memory.limited_by}.",

@@ -141,10 +141,7 @@ def _norm_scalar_opt_dim(self: Tensor, p: float | None, dim: list[int], keepdim:
         return torch.ops.aten.norm.ScalarOpt_dim_dtype(self, p, dim, keepdim, dtype=_out_dtype(self))
 
 
-_APPEND_DTYPE: dict[str, Callable[..., Any]] = {
-    "norm.Scalar": _norm_scalar,
-    "norm.ScalarOpt_dim": _norm_scalar_opt_dim,
-}
+_APPEND_DTYPE: dict[str, Callable[..., Any]] = {"norm.Scalar": _norm_scalar, "norm.ScalarOpt_dim": _norm_scalar_opt_dim}
 
 
 def _widest(*args: Any) -> torch.dtype:

@@ -231,10 +231,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {
-        "kind": lambda block: type(block).__name__,
-        "lines": lambda text: escape(sanitise_lines(text)),
-    }
+    made.filters |= {"kind": lambda block: type(block).__name__, "lines": lambda text: escape(sanitise_lines(text))}
     return made
 
 

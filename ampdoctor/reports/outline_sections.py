@@ -11,12 +11,7 @@ from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.report_health import Curve, HealthRun, ScalerHistory
 from ampdoctor.evidence.report_plan import FlushedByPlan, FlushedOfPlan, PlannedBatch, PlannedCluster, PlanSection
 from ampdoctor.evidence.report_replay import PathSection, ProofSection, StepFigures
-from ampdoctor.evidence.report_scaler import (
-    EmittedSettings,
-    ScalerSection,
-    ScalingConfidence,
-    ScalingMargin,
-)
+from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection, ScalingConfidence, ScalingMargin
 from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports import text as words
 from ampdoctor.reports.blocks import Block, Code, Heading, Line, Pairs, Text, fold, pairs, table

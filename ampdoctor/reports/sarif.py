@@ -110,10 +110,7 @@ def _sentences(finding: Finding) -> Iterable[str]:
 def _location(at: Location, module: str, tensor: str | None) -> _Object:
     base, uri = _uri(at.file)
     location: _Object = {
-        "physicalLocation": {
-            "artifactLocation": {"uri": uri, "uriBaseId": base},
-            "region": {"startLine": at.line or 1},
-        }
+        "physicalLocation": {"artifactLocation": {"uri": uri, "uriBaseId": base}, "region": {"startLine": at.line or 1}}
     }
     named = [(kind, sanitise(name)) for kind, name in (("module", module), ("member", tensor)) if name]
     logical = [

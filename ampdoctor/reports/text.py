@@ -14,15 +14,7 @@ from ampdoctor.diagnosis.catalogue import effects
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.paths import checkpoint_path, file_within, path_in_repository, posix, scanned_path
-from ampdoctor.evidence.report import (
-    SEVERITIES,
-    Finding,
-    FixedEntry,
-    Prescription,
-    PrescriptionStatus,
-    Report,
-    Verdict,
-)
+from ampdoctor.evidence.report import SEVERITIES, Finding, FixedEntry, Prescription, PrescriptionStatus, Report, Verdict
 from ampdoctor.evidence.thresholds import MovedThreshold
 
 _MOVED_FIRST = {

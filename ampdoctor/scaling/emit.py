@@ -112,11 +112,7 @@ def _transformers(request: Request) -> Fragment:
     return _python(
         request,
         ("import torch", importing),
-        (
-            *_scaler(request),
-            made,
-            "trainer.accelerator.scaler = scaler",
-        ),
+        (*_scaler(request), made, "trainer.accelerator.scaler = scaler"),
         (
             *request.half_loss(_STAYS_HALF, "return `loss.float()` from `compute_loss`"),
             "TrainingArguments has no argument for the scaler: it is put into the Trainer before `trainer.train()`",

@@ -151,10 +151,7 @@ def _fp32_modules(value: Any, training: Training) -> Change:
         raise UsageError("fp32_modules names no module: there is nothing to apply")
     model = training.model
     chosen = modules_named(model, value)
-    everything = {
-        **chosen,
-        **{name: model.get_submodule(name) for name in upcast_fp32_modules(model, chosen)},
-    }
+    everything = {**chosen, **{name: model.get_submodule(name) for name in upcast_fp32_modules(model, chosen)}}
     for name, module in everything.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"{name} is a scripted module, whose precision cannot be changed from outside")

@@ -69,15 +69,7 @@ from ampdoctor.workflows.report_notes import (
     unexamined,
 )
 from ampdoctor.workflows.requests import MOST_UNTIL_SICK, keep_all
-from ampdoctor.workflows.step_beside_fp32 import (
-    ReferencePass,
-    Replayed,
-    StateCopy,
-    StepComparison,
-    held,
-    moved,
-    sample,
-)
+from ampdoctor.workflows.step_beside_fp32 import ReferencePass, Replayed, StateCopy, StepComparison, held, moved, sample
 from ampdoctor.workflows.trials import as_far_as_replayed, proof_of
 
 if TYPE_CHECKING:
@@ -574,11 +566,7 @@ class _Search:
         many = f"{sum(outcome.skipped for outcome in self.outcomes)} of {len(self.outcomes)}"
         scaled = any(outcome.skipped or outcome.scale_before is not None for outcome in self.outcomes)
         checks = (
-            Check(
-                name=FINITE_CHECK,
-                result=self._finite_result(),
-                headroom={"steps": len(self.outcomes)},
-            ),
+            Check(name=FINITE_CHECK, result=self._finite_result(), headroom={"steps": len(self.outcomes)}),
             *((Check(name="steps skipped by the scaler", result=many),) if scaled else ()),
             *(headroom_check(self.tightest, self.outcomes, self.replay.request) if not harmed else ()),
             *self.checks,

@@ -26,13 +26,7 @@ from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.log_records import LogRecord, RunLine, StepLine
 from ampdoctor.evidence.report import Report, Skipped, verdict_of
-from ampdoctor.evidence.report_plan import (
-    BatchInForce,
-    DeviceMemory,
-    FlushedByPlan,
-    PlannedBatch,
-    PlanSection,
-)
+from ampdoctor.evidence.report_plan import BatchInForce, DeviceMemory, FlushedByPlan, PlannedBatch, PlanSection
 from ampdoctor.health.reading.log_kind import ReadIssues
 from ampdoctor.health.reading.opening import find_log
 

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ampdoctor.diagnosis.replay.nonfinite import (
-    HELP,
-    STATE,
-    batch_is_at_fault,
-    batch_may_be_at_fault,
-    log2_over_limit,
-)
+from ampdoctor.diagnosis.replay.nonfinite import HELP, STATE, batch_is_at_fault, batch_may_be_at_fault, log2_over_limit
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Cause, Prescription
 from ampdoctor.evidence.trace import LOST

@@ -24,13 +24,7 @@ from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.compare_fp32 import CompareDuringReplay
 from ampdoctor.workflows.measure import measure, not_compared, with_replay
 from ampdoctor.workflows.open_replay import open_replay
-from ampdoctor.workflows.profile import (
-    profile_section,
-    range_checks,
-    range_findings,
-    ranges_in,
-    run_of_file,
-)
+from ampdoctor.workflows.profile import profile_section, range_checks, range_findings, ranges_in, run_of_file
 from ampdoctor.workflows.replay_under_change import Observed, Then
 from ampdoctor.workflows.requests import keep_all
 from ampdoctor.workflows.scale_findings import Judgement, Replays, judge

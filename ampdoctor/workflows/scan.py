@@ -22,15 +22,7 @@ from ampdoctor.errors import (
     UsageError,
 )
 from ampdoctor.evidence.paths import file_within, shown_path
-from ampdoctor.evidence.report import (
-    ErrorNote,
-    Report,
-    Skipped,
-    Verdict,
-    finding_order,
-    verdict_of,
-    with_files,
-)
+from ampdoctor.evidence.report import ErrorNote, Report, Skipped, Verdict, finding_order, verdict_of, with_files
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.reading.opening import has_log, has_log_below
 from ampdoctor.workflows.requests import Progress, SetAside, keep_all

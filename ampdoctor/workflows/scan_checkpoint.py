@@ -127,11 +127,7 @@ def in_bytes(progress: Progress | None) -> Observer | None:
 
 
 def _judged(
-    report: Report,
-    summary: CheckpointSummary,
-    remarks: Sequence[Check],
-    thresholds: Thresholds,
-    log: LogBeside | None,
+    report: Report, summary: CheckpointSummary, remarks: Sequence[Check], thresholds: Thresholds, log: LogBeside | None
 ) -> Report:
     of_log = [] if log is None else log.findings_beside(summary, thresholds)
     own = [_at_its_step(finding, summary) for finding in judge(summary, thresholds)]

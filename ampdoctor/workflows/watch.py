@@ -221,10 +221,7 @@ class ScriptWatch:
 
 @contextmanager
 def watching(
-    request: WatchRequest,
-    *,
-    tell: Callable[[Report], None] = _nobody,
-    say: Callable[[str], None] = _nobody,
+    request: WatchRequest, *, tell: Callable[[Report], None] = _nobody, say: Callable[[str], None] = _nobody
 ) -> Iterator[ScriptWatch]:
     """Watch whatever trains in this process until the block ends; `tell` gets the diagnosis, `say` gets sentences."""
     watch = ScriptWatch()

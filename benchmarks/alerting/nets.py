@@ -124,14 +124,7 @@ class Transformer(nn.Module):
     """A decoder that predicts the next token."""
 
     def __init__(
-        self,
-        tokens: int,
-        width: int,
-        *,
-        blocks: int,
-        heads: int,
-        context: int,
-        linear: type[nn.Linear] = nn.Linear,
+        self, tokens: int, width: int, *, blocks: int, heads: int, context: int, linear: type[nn.Linear] = nn.Linear
     ) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(tokens, width), nn.Embedding(context, width)

@@ -44,10 +44,7 @@ PARTS: dict[str, tuple[Callable[[torch.device], Section], Callable[[torch.device
     "products": (products.measure, products.measure),
     "histograms": (histograms.measure, lambda device: histograms.measure(device, large=False)),
     "syncs": (syncs.measure, lambda device: syncs.measure(device, **SMALL)),
-    "overhead": (
-        lambda device: overhead.measure(device, 15),
-        lambda device: overhead.measure(device, 2, **SMALL),
-    ),
+    "overhead": (lambda device: overhead.measure(device, 15), lambda device: overhead.measure(device, 2, **SMALL)),
 }
 """Each part in full, and quick."""
 

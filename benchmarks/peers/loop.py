@@ -62,11 +62,7 @@ class Loop:
         """Take one optimizer step, the user's own where the run has one, and return the loss."""
         if self.run.step is not None:
             return self.run.step(
-                model=self.model,
-                batch=batch,
-                optimizer=self.optimizer,
-                scaler=self.scaler,
-                autocast=self.autocast,
+                model=self.model, batch=batch, optimizer=self.optimizer, scaler=self.scaler, autocast=self.autocast
             )
         if self.run.loss is None:
             raise ValueError("a run without a step of its own needs a loss")

@@ -104,11 +104,7 @@ def mark(label: Mapping[str, Any], answer: Answer | None) -> Mark:
     if answer is None:
         return Mark(step=False, module=False, op=False, cause=False)
     also = label.get("also_culprits") or []
-    modules = {
-        label["culprit_module"],
-        *(label.get("culprit_modules_ok") or []),
-        *(other["module"] for other in also),
-    }
+    modules = {label["culprit_module"], *(label.get("culprit_modules_ok") or []), *(other["module"] for other in also)}
     ops = {label["culprit_op"], *label["culprit_op_aliases"], *(other["op"] for other in also)}
     named = answer.module is not None
     return Mark(

@@ -65,8 +65,7 @@ TOOLS = {
         adapter="op_modes:isfinite_of_every_op",
     ),
     "isnan": Entry(
-        title="dispatch mode, isnan of every op, with a module stack, by hand",
-        adapter="op_modes:isnan_of_every_op",
+        title="dispatch mode, isnan of every op, with a module stack, by hand", adapter="op_modes:isnan_of_every_op"
     ),
     "sherlorch": Entry(title="sherlorch", adapter="sherlorch_trace:trace", package="sherlorch", imports=("sherlorch",)),
     "fairseq": Entry(

@@ -282,9 +282,7 @@ FOLLOWED = Report(
             "old": side(1000, 65536.0),
             "new": side(3000, 1.0),
             "steps": 2000,
-            "roles": {
-                "weight": {"tensors": 2, "elements": 64, "unchanged": 0.25, **GREW},
-            },
+            "roles": {"weight": {"tensors": 2, "elements": 64, "unchanged": 0.25, **GREW}},
             "growth": [
                 {
                     "tensor": HOSTILE,

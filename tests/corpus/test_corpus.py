@@ -85,8 +85,7 @@ def test_what_is_listed_as_not_found_yet_is_not(case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [of_case(case, slow=takes_seconds(case)) for case in SICK if "fp32_modules" in runs.label(case)["fixed_by"]],
+    "case", [of_case(case, slow=takes_seconds(case)) for case in SICK if "fp32_modules" in runs.label(case)["fixed_by"]]
 )
 def test_the_labelled_module_in_fp32_is_a_verified_cure(case):
     prescription = worst_finding(diagnosed(case, policies(case)[-1])).prescription

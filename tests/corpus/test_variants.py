@@ -152,10 +152,7 @@ def with_policies(cases):
     return pytest.mark.parametrize(("case", "policy"), [(case, policy) for case in cases for policy in policies(case)])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in ONE_OF_A_KIND else slow) for case in CASES],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in ONE_OF_A_KIND else slow) for case in CASES])
 def test_other_names_and_another_seed(case, tmp_path):
     changes = {"wrapped": "net"}
     if case in NAMED:

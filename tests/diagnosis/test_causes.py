@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.replay.nonfinite import (
-    cause_of,
-    culprits,
-    departing,
-    log2_over_limit,
-    scale_may_cure,
-)
+from ampdoctor.diagnosis.replay.nonfinite import cause_of, culprits, departing, log2_over_limit, scale_may_cure
 from ampdoctor.evidence.trace import NonFiniteReport, Operand, Recomputation, Trace
 from tests.diagnosis.births import origin, stats
 

@@ -52,10 +52,7 @@ def test_whole_numbers_stay_whole():
         ({"AMP107": {"saturated": "0.1"}}, "AMP107.saturated is '0.1', which is no number"),
         ({"AMP107": {"saturated": True}}, "AMP107.saturated is True, which is no number"),
         ({"AMP702": {"entries": 2.5}}, "AMP702.entries is 2.5, not a whole number (entries)"),
-        (
-            {"AMP301": {"error_warning": 0.5}},
-            "AMP301.error_bad is 0.1, below AMP301.error_warning, which is 0.5: they",
-        ),
+        ({"AMP301": {"error_warning": 0.5}}, "AMP301.error_bad is 0.1, below AMP301.error_warning, which is 0.5: they"),
     ],
 )
 def test_what_is_refused_says_what_is_there(values, words):

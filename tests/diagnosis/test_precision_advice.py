@@ -276,12 +276,7 @@ def test_a_run_in_pure_bf16_is_told_how_to_keep_its_updates_and_one_under_autoca
 
 
 @pytest.mark.parametrize(
-    ("card", "family"),
-    [
-        ("rtx3090", "rtx30"),
-        ("GeForce RTX 2080 Ti", "rtx20"),
-        ("rtx40", "rtx40"),
-    ],
+    ("card", "family"), [("rtx3090", "rtx30"), ("GeForce RTX 2080 Ti", "rtx20"), ("rtx40", "rtx40")]
 )
 def test_a_card_is_of_its_family(card, family):
     assert target_named(card) is TARGETS[family]

@@ -7,13 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.replay.forward import unexplained
-from ampdoctor.diagnosis.replay.gradients import (
-    deserves_a_look,
-    shown_in,
-    starved,
-    starved_finding,
-    underflow,
-)
+from ampdoctor.diagnosis.replay.gradients import deserves_a_look, shown_in, starved, starved_finding, underflow
 from ampdoctor.diagnosis.replay.scaler import misuse, suspected_misuse
 from ampdoctor.diagnosis.replay.updates import stagnation
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
@@ -202,10 +196,7 @@ def test_a_whole_module_is_an_error_and_a_part_of_one_a_warning():
     assert starved_finding([held(0, FED, part)], [part], None).severity == "warning"
 
 
-@pytest.mark.parametrize(
-    ("error", "severity"),
-    [(0.1, None), (0.3, "warning"), (0.6, "error")],
-)
+@pytest.mark.parametrize(("error", "severity"), [(0.1, None), (0.3, "warning"), (0.6, "error")])
 def test_gradients_that_nothing_explains(error, severity):
     finding = unexplained(compared(gradient_error=error))
     assert (finding.severity if finding else None) == severity

@@ -66,13 +66,7 @@ def test_a_finding_about_one_that_is_not_named_stays_and_the_ignores_of_the_othe
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"rule": "AMP102"},
-        {"tensor": "blocks.0.fc"},
-        {"module": "blocks.*"},
-        {"file": "model.safetensors"},
-    ],
+    "fields", [{"rule": "AMP102"}, {"tensor": "blocks.0.fc"}, {"module": "blocks.*"}, {"file": "model.safetensors"}]
 )
 def test_what_does_not_fit_stays(fields):
     report = apply_ignores(SCANNED, [ignore(**fields)], TODAY)

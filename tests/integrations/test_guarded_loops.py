@@ -97,11 +97,7 @@ def each_is_finite(model):
 
 
 @pytest.mark.parametrize(
-    ("looks", "to_none", "value", "bad"),
-    [
-        (norm_is_finite, True, torch.nan, 0),
-        (each_is_finite, False, torch.nan, 3),
-    ],
+    ("looks", "to_none", "value", "bad"), [(norm_is_finite, True, torch.nan, 0), (each_is_finite, False, torch.nan, 3)]
 )
 def test_a_loop_that_looks_at_its_gradients_and_leaves_the_step_out_is_well(looks, to_none, value, bad):
     def loop(uses):

@@ -53,27 +53,13 @@ LATE = (
         name="gan",
         sick=(*_GAN.split(), "--dataSize", "3217"),
         healthy=(*_GAN.split(), "--dataSize", "3232"),
-        truth=LateTruth(
-            code="AMP202",
-            step=201,
-            phase="loss",
-            module="",
-            op="aten.std",
-            line="gan.py:204",
-        ),
+        truth=LateTruth(code="AMP202", step=201, phase="loss", module="", op="aten.std", line="gan.py:204"),
     ),
     Late(
         name="ppo",
         sick=(*_PPO.split(), *"--num-steps 513 --num-minibatches 205 --total-timesteps 2052".split()),
         healthy=(*_PPO.split(), *"--num-steps 515 --num-minibatches 206 --total-timesteps 2060".split()),
-        truth=LateTruth(
-            code="AMP202",
-            step=205,
-            phase="loss",
-            module="",
-            op="aten.std",
-            line="ppo.py:233",
-        ),
+        truth=LateTruth(code="AMP202", step=205, phase="loss", module="", op="aten.std", line="ppo.py:233"),
     ),
     Late(
         name="trl_sft",
@@ -109,12 +95,7 @@ LATE = (
         healthy=(*_LIGHTNING.split(),),
         frameworks=True,
         truth=LateTruth(
-            code="AMP202",
-            step=226,
-            phase="backward",
-            module="",
-            op="aten.div",
-            line="lightning_module.py:61",
+            code="AMP202", step=226, phase="backward", module="", op="aten.div", line="lightning_module.py:61"
         ),
     ),
 )

@@ -63,8 +63,7 @@ def test_a_sick_script_is_diagnosed(diagnosed, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("ddp_single", "this script needs GPUs"), ("memory_log", "sys.exit(no GPU)")],
+    ("name", "said"), [("ddp_single", "this script needs GPUs"), ("memory_log", "sys.exit(no GPU)")]
 )
 def test_with_the_cpus_own_casts_who_asks_hears_that_there_is_no_gpu(diagnosed, name, said):
     with pytest.raises(AmpdoctorError, match=re.escape(said)):

@@ -94,15 +94,7 @@ def _ulp(exact):
     return torch.ldexp(torch.ones_like(exact), exponent - 11)
 
 
-DIFFERENTIATED = (
-    "mm",
-    "bmm",
-    "linear",
-    "conv1d",
-    "conv2d",
-    "conv2d, channels last",
-    "conv_transpose2d",
-)
+DIFFERENTIATED = ("mm", "bmm", "linear", "conv1d", "conv2d", "conv2d, channels last", "conv_transpose2d")
 
 
 @pytest.mark.parametrize("kind", ["random", "huge", "tiny"])
@@ -157,10 +149,7 @@ def attended(dtype, mask, *, scale=1.0, heads=4, rows=40, columns=48):
     return result.detach(), *torch.autograd.grad(result, leaves, given)
 
 
-@pytest.mark.parametrize(
-    ("mask", "heads"),
-    [*((name, 4) for name in MASKS), ("causal", 2), ("boolean", 1)],
-)
+@pytest.mark.parametrize(("mask", "heads"), [*((name, 4) for name in MASKS), ("causal", 2), ("boolean", 1)])
 def test_attention_is_as_near_as_the_plain_one(mask, heads):
     plain = attended(HALF, MASKS[mask], heads=heads)
     with half_products():

@@ -25,13 +25,7 @@ from ampdoctor.scaling.scalers import ScalerSettings
 from tests.scaling.simulated import simulate
 
 # exceeded with the probability `TAIL`, by the finite sum of Abramowitz and Stegun (26.7.3 and 26.7.4)
-QUANTILES = [
-    (2, 37.963077),
-    (20, 4.006355),
-    (21, 3.972912),
-    (40, 3.677256),
-    (120, 3.482791),
-]
+QUANTILES = [(2, 37.963077), (20, 4.006355), (21, 3.972912), (40, 3.677256), (120, 3.482791)]
 
 # whole ones are exact powers of two, where ties sit; torch casts fp64 to fp16 by way of fp32, so no finer than that
 magnitudes = st.one_of(st.integers(-60, 30).map(float), st.integers(-60_000, 30_000).map(lambda n: n / 1024))

@@ -46,12 +46,7 @@ def parsed(emitted, options):
 
 
 def settings_of(scaler):
-    return (
-        scaler.get_scale(),
-        scaler.get_growth_factor(),
-        scaler.get_backoff_factor(),
-        scaler.get_growth_interval(),
-    )
+    return (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
 
 
 def wanted(settings):

@@ -70,10 +70,7 @@ MODULES = [case for case in runs.case_ids() if "fp32_modules" in runs.label(case
 SLOW = dict.fromkeys([case for case in MODULES if case not in QUICK] + ["clip_logit_scale_overflow"])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*(pytest.param(case, marks=pytest.mark.slow) for case in SLOW), *QUICK],
-)
+@pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.slow) for case in SLOW), *QUICK])
 def test_a_run_of_the_corpus(case, tmp_path):
     report = report_of(CORPUS, tmp_path / "report.json", case=case)
     assert not from_the_corpus(case)

@@ -40,8 +40,7 @@ def _run(**parts):
 def fused(scale=65536.0):
     """The optimizer unscales, and skips, by itself."""
     return _run(
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
-        scaler={"init_scale": scale},
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), scaler={"init_scale": scale}
     )
 
 

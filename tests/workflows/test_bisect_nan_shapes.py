@@ -43,32 +43,19 @@ SHAPES = (
     "own_chunks",
     "loader_workers",
 )
-MODULES = {
-    "shared_submodule": "left.inner",
-    "user_hooks": "first",
-}
+MODULES = {"shared_submodule": "left.inner", "user_hooks": "first"}
 """Where the origin is, other than in `culprit`."""
 LATER_CALL = {
     "forward": ("called_twice", "shared_submodule", "own_chunks"),
     "backward": ("called_twice", "shared_submodule"),
 }
 """Shapes in which the second call of the module is the sick one."""
-UPDATED = (
-    "plain",
-    "tied",
-    "frozen_backbone",
-    "weight_norm",
-    "compiled_model",
-    "fast_path",
-    "two_optimizers",
-)
+UPDATED = ("plain", "tied", "frozen_backbone", "weight_norm", "compiled_model", "fast_path", "two_optimizers")
 """Shapes in which parameters have other names or owners, or another step: what the name of a sick update hangs on."""
 AT_ONCE = ("lstm",)
 """Its cells squash a loud batch, so the origin is in the weights and there from the first step."""
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")]
 
 
 def line_of(mark, file=MODELS):
@@ -182,12 +169,7 @@ def process_state():
 def test_a_forward_birth(shape, shapes):
     finding = only_finding(shape, "forward", shapes)
     where = finding.where
-    assert (finding.cause, where.phase, where.op, where.nonfinite) == (
-        "forward_overflow",
-        "forward",
-        "aten.mul",
-        "inf",
-    )
+    assert (finding.cause, where.phase, where.op, where.nonfinite) == ("forward_overflow", "forward", "aten.mul", "inf")
     assert where.step == (0 if shape in AT_ONCE else 1)
     assert where.module == MODULES.get(shape, "culprit")
     assert where.call == (shape in LATER_CALL["forward"])

@@ -37,10 +37,7 @@ def test_a_healthy_habit_raises_no_alarm(name, arguments):
     assert agreed.headroom["largest_gradient_error"] < 0.1
 
 
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [("never_cleared", "zero_grad"), ("past_the_scaler", "optimizer.step")],
-)
+@pytest.mark.parametrize(("name", "op"), [("never_cleared", "zero_grad"), ("past_the_scaler", "optimizer.step")])
 def test_misuse_is_called_misuse(name, op):
     finding = diagnose(name).findings[0]
     assert (finding.cause, finding.severity, finding.where.op) == ("scaler_misuse", "error", op)

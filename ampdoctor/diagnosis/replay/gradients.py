@@ -10,14 +10,7 @@ from ampdoctor.diagnosis.replay.nonfinite import HELP, at_step
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Cause, Finding, Prescription, Severity
 from ampdoctor.evidence.run_facts import RangeFigures
-from ampdoctor.evidence.thresholds import (
-    DEFAULT_THRESHOLDS,
-    ERROR_BAD,
-    ERROR_NOTE,
-    ERROR_WARNING,
-    FLUSHED,
-    Thresholds,
-)
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_BAD, ERROR_NOTE, ERROR_WARNING, FLUSHED, Thresholds
 from ampdoctor.evidence.trace import Comparison, Flush, ParameterVsFp32
 
 GRADIENT_UNDERFLOW = rule("AMP301", MEASURED)

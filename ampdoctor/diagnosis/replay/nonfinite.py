@@ -492,10 +492,7 @@ def origin_numbers(origin: NonFiniteOrigin, others: Sequence[NonFiniteOrigin]) -
 
 def _shown_operand(operand: Operand) -> dict[str, Any]:
     source = operand.source
-    return {
-        **asdict(operand),
-        "source": None if source is None else {"file": source.file, "line": source.line},
-    }
+    return {**asdict(operand), "source": None if source is None else {"file": source.file, "line": source.line}}
 
 
 def _shown(stats: TensorStats) -> dict[str, Any]:

@@ -138,11 +138,7 @@ def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds =
         where=replace(finding.where, step=None),
         evidence={**finding.evidence, "log2_update_over_weight": together.log2_ratio, "steps": updates[0].steps},
         prescription=Prescription(
-            kind="dtype",
-            value="float32",
-            status="not_run",
-            reason="foreseen from a pass in fp32",
-            detail=REMEDIES[0],
+            kind="dtype", value="float32", status="not_run", reason="foreseen from a pass in fp32", detail=REMEDIES[0]
         ),
     )
 
@@ -289,11 +285,7 @@ def frozen_finding(
         f"{'it moves' if len(names) == 1 else 'they move'}. Each update is below half the distance to the next "
         f"number ({far:.2g} of it at most); its share of the squared gradient is {share:.2g}.",
         where=Where(
-            step=compared[0].step,
-            phase="optimizer",
-            module=module,
-            op=op,
-            tensor=names[0] if len(names) == 1 else None,
+            step=compared[0].step, phase="optimizer", module=module, op=op, tensor=names[0] if len(names) == 1 else None
         ),
         cause="optimizer_precision",
         evidence={

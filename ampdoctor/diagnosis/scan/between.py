@@ -265,11 +265,7 @@ def _growing_finding(rows: Sequence[tuple[str, Largest, float, LinearTrend]], st
 
 def _place(address: str, largest: Largest) -> Where:
     return Where(
-        phase="checkpoint",
-        module=largest.module,
-        op=f"state:{largest.entry}",
-        tensor=address,
-        file=largest.file,
+        phase="checkpoint", module=largest.module, op=f"state:{largest.entry}", tensor=address, file=largest.file
     )
 
 

@@ -8,12 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.scan.scaler import shown_scaler
 from ampdoctor.diagnosis.scan.tensors import FP16_MAX, is_mask, losses
-from ampdoctor.evidence.checkpoint_stats import (
-    DEAD_SCALE,
-    CheckpointSummary,
-    RoleSummary,
-    TensorRole,
-)
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, RoleSummary, TensorRole
 from ampdoctor.evidence.report import Check, Finding
 
 _FINITE: tuple[tuple[str, tuple[str, ...], TensorRole], ...] = (

@@ -26,13 +26,7 @@ from ampdoctor.hooks.program import (
     updates_made,
 )
 from ampdoctor.hooks.torch_internals import unseen, version_of
-from ampdoctor.live.recording.journal import (
-    Gradients,
-    RecordedInstructions,
-    leads_to,
-    renumbered,
-    together,
-)
+from ampdoctor.live.recording.journal import Gradients, RecordedInstructions, leads_to, renumbered, together
 from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.probes.user_code import user_line
 

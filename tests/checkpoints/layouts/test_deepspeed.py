@@ -92,12 +92,7 @@ def same(got, wanted):
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"elastic": True},
-        {"padded": True},
-        {"order": ["b.bias", "a.weight", "b.weight", "a.bias"]},
-    ],
+    [{}, {"elastic": True}, {"padded": True}, {"order": ["b.bias", "a.weight", "b.weight", "a.bias"]}],
     ids=["plain", "elastic", "padded", "order"],
 )
 def test_partitions_give_each_parameter_its_own_elements(tmp_path, ranks, options):
@@ -112,11 +107,7 @@ def test_partitions_give_each_parameter_its_own_elements(tmp_path, ranks, option
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"counts": [1]},
-        {"order": list(SHAPES)[:3]},
-        {"config": {"round_robin_gradients": True}},
-    ],
+    [{"counts": [1]}, {"order": list(SHAPES)[:3]}, {"config": {"round_robin_gradients": True}}],
     ids=["experts", "shorter", "dealt-out"],
 )
 def test_what_does_not_add_up_keeps_the_names_of_ranks_and_is_not_loaded(tmp_path, options):
@@ -153,8 +144,7 @@ def as_deepspeed(monkeypatch, name, fields):
 
 
 @pytest.mark.parametrize(
-    ("now", "last", "tracker"),
-    [(1, -1, 0), (4, -1, 3), (5, -1, 0), (8, 7, 0), (11, 7, 2), (13, 7, 0)],
+    ("now", "last", "tracker"), [(1, -1, 0), (4, -1, 3), (5, -1, 0), (8, 7, 0), (11, 7, 2), (13, 7, 0)]
 )
 def test_a_dynamic_scaler_counts_its_clean_steps(tmp_path, monkeypatch, now, last, tracker):
     fields = {"cur_scale": 512.0, "dynamic": True, "cur_iter": now, "last_overflow_iter": last, "scale_factor": 4.0,
@@ -197,10 +187,7 @@ def test_a_missing_model_file_leaves_the_partitions_without_names(tmp_path):
         assert {ref.name for ref in checkpoint} == {"rank 0 group 0", "rank 1 group 0"}
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [("gone", "not there"), ("x" * 300, "no folder's name")],
-)
+@pytest.mark.parametrize(("text", "sentence"), [("gone", "not there"), ("x" * 300, "no folder's name")])
 def test_a_pointer_leads_nowhere_but_to_a_folder_beside_it(tmp_path, text, sentence):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").write_text(text)

@@ -99,9 +99,7 @@ def steps_twice(loop):
 
 def unscales_in_each_micro_batch(loop):
     unscales(loop)
-    loop.scaler.unscale_(
-        loop.optimizer,
-    )
+    loop.scaler.unscale_(loop.optimizer)
 
 
 def never_updates(loop):

@@ -73,12 +73,7 @@ def test_its_replay_is_its_training(script, policy, tmp_path, monkeypatch):
     [
         ("hf_trainer.py", "AMP202", 14, ""),
         ("trl_sft.py", "AMP201", 7, "model.layers.1.mlp"),
-        (
-            "peft_lora.py",
-            "AMP501",
-            0,
-            "base_model.model.bert.encoder.layer.0.attention.self.query.lora_A.default",
-        ),
+        ("peft_lora.py", "AMP501", 0, "base_model.model.bert.encoder.layer.0.attention.self.query.lora_A.default"),
     ],
 )
 def test_the_sick_are_diagnosed(script, code, step, module, tmp_path, monkeypatch):  # noqa: PLR0917

@@ -105,14 +105,7 @@ def said(code, severity="warning", cause=None, cure=None):
     change = None if cure is None else Prescription(kind="init_scale", value=cure, status="verified", detail="x")
     where = Where(step=0, phase="backward")
     return Finding(
-        code=code,
-        name="x",
-        severity=severity,
-        cause=cause,
-        where=where,
-        message="x",
-        evidence={},
-        prescription=change,
+        code=code, name="x", severity=severity, cause=cause, where=where, message="x", evidence={}, prescription=change
     )
 
 

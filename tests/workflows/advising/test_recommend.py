@@ -17,14 +17,7 @@ from ampdoctor.workflows.profile import read_profile, write_profile
 from ampdoctor.workflows.recommend import one_answer, recommend, recommend_from_file
 from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
-from tests.corpus.reports import (
-    FACTORY,
-    HEALTHY,
-    of_case,
-    recommended,
-    saved_profile,
-    sort_of,
-)
+from tests.corpus.reports import FACTORY, HEALTHY, of_case, recommended, saved_profile, sort_of
 from tests.samples import SICK, UNDERFLOW
 
 ROOT = Path(__file__).parents[3]

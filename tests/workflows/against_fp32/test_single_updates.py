@@ -31,14 +31,7 @@ def test_a_temperature_that_stands_still():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"lr": 0.1},
-        {"optimizer": "kahan"},
-        {"optimizer": "stochastic"},
-        {"held": False},
-    ],
-    ids=str,
+    "arguments", [{"lr": 0.1}, {"optimizer": "kahan"}, {"optimizer": "stochastic"}, {"held": False}], ids=str
 )
 def test_a_temperature_that_moves_is_compensated_or_is_meant_to_stay(arguments):
     report = report_of("tempered", **arguments)

@@ -41,11 +41,7 @@ class Stochastic(torch.optim.Optimizer):
                 p.copy_((bits & -65536).view(torch.float32) if p.dtype is torch.bfloat16 else wide)
 
 
-OPTIMIZERS = {
-    "adam": lambda p, lr: torch.optim.Adam(p, lr=lr),
-    "kahan": Kahan,
-    "stochastic": Stochastic,
-}
+OPTIMIZERS = {"adam": lambda p, lr: torch.optim.Adam(p, lr=lr), "kahan": Kahan, "stochastic": Stochastic}
 
 
 class Tempered(nn.Module):

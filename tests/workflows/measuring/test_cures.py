@@ -28,14 +28,7 @@ def test_alike_with_and_without_a_change_is_no_cure():
 
 @pytest.mark.parametrize(
     "without",
-    [
-        seen(0.3),
-        seen(harmed="loss"),
-        seen(skipped=(0, 1, 2, 3)),
-        seen(skipped=(0,)),
-        seen(4e-3),
-        seen(flushed=0.2),
-    ],
+    [seen(0.3), seen(harmed="loss"), seen(skipped=(0, 1, 2, 3)), seen(skipped=(0,)), seen(4e-3), seen(flushed=0.2)],
     ids=["far from fp32", "not finite", "never settles", "skips", "clearly better", "less is lost"],
 )
 def test_well_where_something_failed_is_a_cure(without):

@@ -75,10 +75,7 @@ def test_what_is_no_profile_is_refused(content, sentence, tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
-    [
-        (os.mkfifo, "is not a regular file"),
-        (lambda path: path.symlink_to("nowhere"), "is a link to nothing"),
-    ],
+    [(os.mkfifo, "is not a regular file"), (lambda path: path.symlink_to("nowhere"), "is a link to nothing")],
     ids=["fifo", "dangling"],
 )
 def test_what_is_no_regular_file_is_refused_without_reading(make, sentence, tmp_path):

@@ -112,13 +112,7 @@ def test_a_model_that_was_to_be_half_and_is_not_is_named(searched):
         {"context": stands_in, "precision": "fp32"},
         {"context": stands_in, "model": nn.Linear(8, 2).half(), "autocast": False},
     ],
-    ids=[
-        "autocast",
-        "bf16 by name",
-        "nothing to cast",
-        "fp32 on purpose",
-        "pure half",
-    ],
+    ids=["autocast", "bf16 by name", "nothing to cast", "fp32 on purpose", "pure half"],
 )
 def test_what_computes_as_it_says_is_healthy(searched, arguments):
     assert searched(**arguments).verdict == "healthy"

@@ -32,8 +32,7 @@ def own_scaler():
 
 
 @pytest.mark.parametrize(
-    ("scale", "code"),
-    [(math.inf, "AMP401"), (2.0**-140, "AMP401"), (32.0, "AMP407"), (1024.0, None)],
+    ("scale", "code"), [(math.inf, "AMP401"), (2.0**-140, "AMP401"), (32.0, "AMP407"), (1024.0, None)]
 )
 def test_only_a_living_scale_is_to_be_loaded(scale, code, tmp_path):
     path = tmp_path / "checkpoint.pt"

@@ -10,16 +10,7 @@ from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 
 FILE = Path(__file__).with_name("controls.py")
-MASKS = (
-    "inf_filled",
-    "inf_added",
-    "min_added",
-    "fp32_min_added",
-    "where",
-    "buffer",
-    "python_number",
-    "sdpa",
-)
+MASKS = ("inf_filled", "inf_added", "min_added", "fp32_min_added", "where", "buffer", "python_number", "sdpa")
 FORMS = (("fp16", False, "cuda"), ("bf16", True, "native"))
 
 

@@ -183,9 +183,7 @@ def test_an_attention_kernel_that_is_wrong_is_cured_by_another(monkeypatch, libr
 def test_a_constant_of_the_op_that_its_format_loses(library):
     library.define("normalised(Tensor x, float eps) -> Tensor")
     library.impl(
-        "normalised",
-        lambda x, eps: (x - x) / ((x - x) + torch.tensor(eps, dtype=x.dtype)),
-        "CompositeExplicitAutograd",
+        "normalised", lambda x, eps: (x - x) / ((x - x) + torch.tensor(eps, dtype=x.dtype)), "CompositeExplicitAutograd"
     )
     finding = error_of(
         report_of(lambda x: x + torch.ops.ampdoctor_tests.normalised(x.detach(), 1e-9), precision="fp16", at=9)

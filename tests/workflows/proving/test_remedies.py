@@ -31,15 +31,7 @@ def replay(name, **arguments):
     return bisect_nan(ReplayRequest(factory=f"{FILE}:{name}", arguments=arguments, steps=6))
 
 
-@pytest.mark.parametrize(
-    ("loud", "kind"),
-    [
-        ((4,), "chain"),
-        ((1, 9), "branches"),
-        ((6, 7, 8), "chain"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("loud", "kind"), [((4,), "chain"), ((1, 9), "branches"), ((6, 7, 8), "chain")], ids=str)
 def test_the_smallest_set_of_modules_is_found_in_few_replays(kind, loud):
     report = replay("stack", kind=kind, layers=12, loud=list(loud))
     first = report.findings[0]

@@ -46,13 +46,7 @@ def test_three_steps_that_no_scale_would_have_taken_are_sick_though_others_follo
     assert finding.prescription.verified
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"odd": (2, 3, 4), "factor": 1e5},
-        {"odd": (2, 3), "divided": True},
-    ],
-)
+@pytest.mark.parametrize("arguments", [{"odd": (2, 3, 4), "factor": 1e5}, {"odd": (2, 3), "divided": True}])
 def test_steps_that_a_lower_scale_would_have_taken_and_one_or_two_are_a_scaler_at_work(arguments):
     report = bisect_nan(ReplayRequest(factory=run, arguments=arguments))
     assert [finding.message for finding in report.findings] == []

@@ -54,8 +54,7 @@ def test_a_sick_corpus_checkpoint_is_diagnosed_by_the_file_alone(tmp_path, name,
 
 
 @pytest.mark.parametrize(
-    ("scales", "shown"),
-    [((65536.0, 0.0), 0.0), ((0.25, 2.0**40), 0.25), ((65536.0, 1024.0), 1024.0)],
+    ("scales", "shown"), [((65536.0, 0.0), 0.0), ((0.25, 2.0**40), 0.25), ((65536.0, 1024.0), 1024.0)]
 )
 def test_of_several_scalers_the_one_that_is_spoken_of_is_shown_else_the_lowest(tmp_path, scales, shown):
     entries = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}

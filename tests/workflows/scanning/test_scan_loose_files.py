@@ -148,9 +148,7 @@ def test_files_with_steps_of_their_own_are_a_series_and_each_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "steps",
-    [{"a.pt": 10, "b.pt": 10}, {"exp1.pt": 10, "exp2.pt": 20}],
-    ids=["one step", "runs by name"],
+    "steps", [{"a.pt": 10, "b.pt": 10}, {"exp1.pt": 10, "exp2.pt": 20}], ids=["one step", "runs by name"]
 )
 def test_files_that_may_be_of_several_runs_are_no_series(tmp_path, steps):
     saved_at(tmp_path, steps, sick=max(steps))

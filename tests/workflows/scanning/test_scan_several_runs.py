@@ -53,12 +53,7 @@ def test_two_runs_in_a_folder(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        ["ckpt1", "ckpt2"],
-        ["version_0/checkpoints", "version_1/checkpoints"],
-        ["a/b/c", "d"],
-    ],
+    "names", [["ckpt1", "ckpt2"], ["version_0/checkpoints", "version_1/checkpoints"], ["a/b/c", "d"]]
 )
 @pytest.mark.parametrize("at", [0, -1])
 def test_several_runs_are_listed_whichever_is_sick(tmp_path, names, at):
