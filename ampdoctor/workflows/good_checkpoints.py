@@ -58,6 +58,11 @@ class _Found:
     files: _Files
     numbered: bool  # nothing writes over a name with a number: links hold what was there
 
+    @property
+    def changed_ms(self) -> int:
+        """When its files last changed, in ms since 1970."""
+        return max((changed // 1_000_000 for _, _, changed in self.files.values()), default=0)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Saved:
@@ -131,6 +136,7 @@ class CheckpointKeeper:
         self._scan: _Scan | None = None
         self._news: deque[_News] = deque(maxlen=_MOST_NEWS)
         self._looked, self._changed = 0.0, -1
+        self._began_ms = time_ns() // 1_000_000  # what was saved before is of an earlier run
         self._before_ms = self._looked_ms = 0  # times of the last two looks, in ms since 1970
         self._ending, self._ended = Event(), Event()
 
@@ -218,9 +224,10 @@ class CheckpointKeeper:
         self._before_ms, self._looked_ms = self._looked_ms, time_ns() // 1_000_000
         left_out = {_place_of(self._health), _place_of(self._kept)}
         there = dict(_below(self._folder, "", left_out))
-        if self._seen is None:  # those of an earlier run are none of this one's
+        if self._seen is None:
             self._adopt()
-            self._seen = {key: self._state(found, now, pinned=True) for key, found in there.items()}
+            earlier = {key: found for key, found in there.items() if found.changed_ms < self._began_ms}
+            self._seen = {key: self._state(found, now, pinned=True) for key, found in earlier.items()}
         for key, found in there.items():
             seen = self._seen.get(key)
             if seen is None or not found.files.items() <= seen.files.items():
@@ -241,8 +248,7 @@ class CheckpointKeeper:
 
     def _state(self, found: _Found, now: float, *, part: Path | None = None, pinned: bool = False) -> _Saved:
         """Return the state that was saved since the last look: its files say when, lines which step that was."""
-        saved = max((changed // 1_000_000 for _, _, changed in found.files.values()), default=0)
-        saved = min(max(saved, self._before_ms), self._looked_ms)  # another machine's clock may say anything
+        saved = min(max(found.changed_ms, self._before_ms), self._looked_ms)  # another clock may say anything
         one = _Saved(
             name=found.name,
             files=found.files,

@@ -191,6 +191,7 @@ def test_copies_stop_at_their_bound(tmp_path: Path) -> None:
 def test_what_lay_there_before_the_run_is_not_the_run_s(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     torch.save(WEIGHTS, tmp_path / "out/step-1.pt")
+    time.sleep(0.05)  # a file's time is up to a clock tick behind
     run = Run(tmp_path)
     run.step(5)
     run.end()
