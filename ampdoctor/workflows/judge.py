@@ -198,6 +198,8 @@ class Judge:
             return
         if not session.precision.reduced and cause in OVERFLOWS and cure.status == "intervention":
             cure = _unless_diverging(cure, trials)
+        if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified:
+            cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
         if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
             cause = "grad_overflow"
         if cure.kind == "fp32_modules" and cure.verified:

@@ -57,23 +57,6 @@ def updated_by_hand():
     return plain(precision="bf16", scaler=None, after_step=after)
 
 
-class Whitened(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
-
-    def forward(self, x):
-        h = self.first(x)
-        return self.last((h - h.mean(0)) / (h.std(0) + 1e-5))
-
-
-def of_one_sample():
-    """The batch of step 2 holds one sample, as the last of a loader may."""
-    torch.manual_seed(0)
-    batches = [tuple(part[:1] if step == 2 else part for part in batch) for step, batch in enumerate(plain().batches)]
-    return plain(model=Whitened(), batches=batches, precision="bf16", scaler=None)
-
-
 class Gated(nn.Module):
     """A recurrent cell with an exponential gate beyond fp32 itself; what it gives meets weights again."""
 
