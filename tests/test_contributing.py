@@ -63,10 +63,10 @@ def write(file, text):
 
 def change(file, block):
     lines = block.splitlines(keepends=True)
-    before = "".join(line[1:] for line in lines if line[0] == " ")
+    before, after = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
     there = file.read_text(encoding="utf-8")
     assert there.count(before) == 1
-    file.write_text(there.replace(before, "".join(line[1:] for line in lines)), encoding="utf-8")
+    file.write_text(there.replace(before, after), encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_recommend_knows_the_scaler_of_an_epoch_and_what_fits():
     report = recommend(ReplayRequest(factory=str(SCRIPT)))
     (finding,) = report.findings
     assert (report.verdict, finding.code, finding.evidence["loss_scale"]) == ("sick", "AMP405", 65536.0)
-    assert "made anew 15 times" in finding.message
+    assert "a new scaler is made 15 times" in finding.message
     assert finding.help.startswith("Make the GradScaler once, before the epochs.")
     assert (finding.prescription.kind, finding.prescription.value, finding.prescription.status) == (
         "init_scale",

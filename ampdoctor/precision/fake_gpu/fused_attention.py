@@ -80,3 +80,24 @@ def flash_attn_varlen_qkvpacked_func(
     """Attention of (tokens, 3, heads, size), sequence by sequence."""
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> tuple[Any, ...]:
+    """The unmasked tokens, their indices, the start of each sequence, the longest length, and the used counts."""
+    counted = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = counted.sum(dim=-1, dtype=torch.int32)
+    indices = counted.flatten().nonzero().flatten()
+    begins = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    return hidden_states.flatten(0, 1)[indices], indices, begins, int(lengths.max()), used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The tokens at their places in (batch, length, ...), and zeros elsewhere."""
+    whole = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return whole.index_copy(0, indices, hidden_states).reshape(batch, seqlen, *hidden_states.shape[1:])
+
+
+def index_first_axis(tensor: Tensor, indices: Tensor) -> Tensor:
+    """The rows at `indices`."""
+    return tensor[indices]

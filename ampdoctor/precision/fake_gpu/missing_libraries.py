@@ -33,7 +33,10 @@ _FLASH: Final = {
 STAND_INS: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
     "flash_attn": _FLASH,
     "flash_attn.flash_attn_interface": _FLASH,
-}  # by module: each available name, with torch's counterpart for the note and the replacement
+    "flash_attn.bert_padding": {
+        name: ("", getattr(fused_attention, name)) for name in ("unpad_input", "pad_input", "index_first_axis")
+    },
+}  # by module: each available name, with torch's counterpart for the note ("": no note) and the replacement
 
 INSTEAD: Final[Mapping[str, str]] = {
     "apex": "torch.amp, and torch's own optimizers, layers and DistributedDataParallel",
@@ -69,7 +72,9 @@ class _Module(ModuleType):
         if name not in STAND_INS[self.__name__]:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         torchs, stand_in = STAND_INS[self.__name__][name]
-        self._note(f"{self.__name__.partition('.')[0]} is not installed: {torchs} stands in for {name}.")
+        library = self.__name__.partition(".")[0]
+        if torchs:
+            self._note(f"{library} is not installed: {torchs} stands in for {name}.")
         return stand_in
 
 

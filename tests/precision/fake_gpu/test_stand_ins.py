@@ -55,19 +55,18 @@ def test_flash_attention_is_attention(shape, options, said):
     torch.testing.assert_close(found.double(), reference(q, k, v, **said), atol=4e-3, rtol=0)
 
 
-PARTS = (slice(0, 3), slice(3, 5))
-
-
 def test_packed_and_ragged_sequences():
     q, k, v = operands(5, 5)
     whole = fused_attention.flash_attn_func(q, k, v, causal=True)
     qkv = torch.stack((q, k, v), 2)
     assert torch.equal(fused_attention.flash_attn_qkvpacked_func(qkv, causal=True), whole)
 
-    begins = torch.tensor([0, 3, 5])
-    found = fused_attention.flash_attn_varlen_qkvpacked_func(qkv[0], begins, 3, causal=True)
-    one, other = (fused_attention.flash_attn_func(*(x[:1, part] for x in (q, k, v)), causal=True) for part in PARTS)
-    assert torch.equal(found, torch.cat((one[0], other[0])))
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    packed, indices, begins, longest, used = fused_attention.unpad_input(qkv, mask)
+    assert (begins.tolist(), longest, used.tolist()) == ([0, 3, 8], 5, [3, 5])
+    found = fused_attention.flash_attn_varlen_qkvpacked_func(packed, begins, longest, causal=True)
+    padded = fused_attention.pad_input(found, indices, 2, 5)
+    assert torch.equal(padded, whole * mask[..., None, None])
 
 
 def test_what_flash_attention_refuses_is_refused():
@@ -88,7 +87,7 @@ def test_the_users_import_finds_them_and_nobody_else_does():
 
         assert flash_attn_func is flash_attn.flash_attn_interface.flash_attn_func
         assert importlib.util.find_spec("flash_attn") is None
-        code = compile("import flash_attn.flash_attn_interface", "/opt/lib/site-packages/timm/norm.py", "exec")
+        code = compile("import flash_attn.bert_padding", "/opt/lib/site-packages/timm/norm.py", "exec")
         with pytest.raises(ModuleNotFoundError):
             exec(code, {"__name__": "timm.norm"})
     assert "flash_attn is not installed: scaled_dot_product_attention stands in for flash_attn_func." in emulation.notes
