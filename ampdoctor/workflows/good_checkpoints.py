@@ -1,8 +1,8 @@
 """`--checkpoints DIR`: keeps what a training saves by hard links, scans it, and calls it good after N clean steps.
 
-A checkpoint is pinned under `HEALTH/good` as soon as it appears, so that the training's own rotation cannot delete it;
-a scan in a process of its own says whether it is finite; the steps after it say whether it is worth going back to.
-`HEALTH/last_good` is a link to the newest that is. No format and no saver: the folder is all that is looked at.
+A checkpoint is pinned under `HEALTH/good` as soon as it appears, so that the training's own rotation cannot delete it.
+A scan in a process of its own says whether it is finite. It is good after enough clean steps, and `HEALTH/last_good`
+is a link to the newest good one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from ampdoctor.checkpoints.series import alias_of, moment_of
 from ampdoctor.evidence.log_records import AlertLine, CheckpointLine, Line, LogRecord, LookLine, StepLine
 from ampdoctor.evidence.paths import LAST_GOOD
 from ampdoctor.evidence.report_health import Health
+from ampdoctor.package import beside
 
 KEPT = "good"
 """The folder of the pinned checkpoints, in that of the log."""
@@ -43,7 +43,8 @@ _MOST_NEWS = 1000
 """Lines that are remembered until the next look, which tells when a checkpoint was saved between them."""
 _DEEPEST = 4
 _OVER_TIME = "AMP7"
-"""Codes of what a scan says of the log that a framework saves with a checkpoint: this run's own log is judged here."""
+"""Findings with these codes do not count: a scan also judges the log that a framework saves with a checkpoint, and
+an old NaN there says nothing of the weights."""
 _NICE = ("nice", "-n", "19")
 
 _Stamp = tuple[int, int, int]  # inode, bytes, time of the last change in ns
@@ -395,21 +396,25 @@ class CheckpointKeeper:
         At the end of a training these are the newest that can be good, and the one that was saved last.
         """
         waiting = [one for one in self._pins if one.health == "unknown"]
-        for one in waiting[: max(len(waiting) - _MOST_WAITING, 0)]:
+        passed = [one for one in waiting if self._has_passed(one)]
+        rest = [one for one in waiting if one not in passed]
+        for one in (*passed[:-_MOST_GOOD], *rest[:-_MOST_WAITING]):  # those that may be good soonest stay
             self._drop(one, "unknown", "not scanned: checkpoints are saved faster than they are read")
         newest_good = max((one.step for one in self._pins if one.health == "good"), default=-1)
-        passed = [one for one in waiting if self._has_passed(one) and (one.step > newest_good or not ending)]
-        chosen = passed or [one for one in waiting if not ending or one is self._newest]
+        passed = [one for one in passed[-_MOST_GOOD:] if one.step > newest_good or not ending]
+        chosen = passed or [one for one in rest[-_MOST_WAITING:] if not ending or one is self._newest]
         if not chosen or chosen[-1].place is None:
             return False
+        # the options that the user's environment sets are the watch's: --output would be written over
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("AMPDOCTOR_")}
         nice = _NICE if shutil.which(_NICE[0]) else ()
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the scan has been read
         process = subprocess.Popen(  # noqa: S603 - our own command
-            [*nice, sys.executable, "-m", "ampdoctor", "scan", str(chosen[-1].place), "--format", "json"],
+            [*nice, *beside("ampdoctor.__main__", "scan", str(chosen[-1].place), "--format", "json", "--isolated")],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,  # a Ctrl-C is the training's
         )
         self._scan = _Scan(chosen[-1], process, output)
@@ -425,7 +430,7 @@ class CheckpointKeeper:
             said = scan.output.read()
         if scan.of not in self._pins:
             return
-        health, reason = _result_of(said, scan.process.returncode)
+        health, reason = _result_of(said)
         was_sick, self._sick = self._sick, health == "sick"
         if health == "finite":
             self._tell(scan.of, "probation", f"finite; good after {self._probation} clean steps")
@@ -527,7 +532,7 @@ def _with(name: str, text: str) -> str:
     return f"{path.stem}{text}{path.suffix}"
 
 
-def _result_of(said: bytes, code: int) -> tuple[Health, str]:
+def _result_of(said: bytes) -> tuple[Health, str]:
     """Returns what a scan's report says of a checkpoint, and why."""
     try:
         report: Any = json.loads(said)
@@ -535,7 +540,7 @@ def _result_of(said: bytes, code: int) -> tuple[Health, str]:
         unread = [one["message"] for one in report["errors"]]
         verdict = report["verdict"]
     except (ValueError, KeyError, TypeError):
-        return "unknown", f"not kept: its scan ended with exit code {code}"
+        return "unknown", "not kept: its scan has failed"
     sick = [one["message"] for one in errors if not one["code"].startswith(_OVER_TIME)]
     if sick:
         return "sick", sick[0]

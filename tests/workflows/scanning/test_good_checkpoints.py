@@ -106,6 +106,19 @@ def test_a_checkpoint_is_good_after_its_clean_steps_and_outlives_its_rotation(tm
     assert run.keeper.good == "checkpoint-2"
 
 
+def test_the_scan_has_no_options_of_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's environment names the report of the training: a scan of a checkpoint must not write there."""
+    monkeypatch.setenv("AMPDOCTOR_OUTPUT", str(tmp_path / "report.txt"))
+    (tmp_path / "json.py").write_text("raise SystemExit('not this module')")
+    monkeypatch.chdir(tmp_path)
+    run = Run(tmp_path)
+    run.save("step-1.pt")
+    run.step(4)
+    run.end()
+    assert run.last_good == "good/step-1.pt"
+    assert not (tmp_path / "report.txt").exists()
+
+
 def test_a_sick_checkpoint_is_named_and_let_go_and_stays_where_it_lies(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step()
