@@ -54,7 +54,9 @@ class WatchOptions:
     bundle_max: Annotated[str, Option(metavar="SIZE", help="The most that a bundle takes, as in 512MB.")] = "4GB"
     checkpoints: Annotated[
         str | None,
-        Option(metavar="DIR", help="What the training saves to: the last good checkpoints are kept in --health."),
+        Option(
+            metavar="DIR", help="Folder that the training saves to. Its last two good checkpoints stay in --health."
+        ),
     ] = None
     probation: Annotated[int, Option(metavar="N", help="Clean steps after which a finite checkpoint is good.")] = (
         USUAL_PROBATION
